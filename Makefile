@@ -11,7 +11,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-coverage check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma test-gpu check check-coverage check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -78,6 +78,11 @@ test-rdma: setup
 # Our writes beside perftest's in such a machine: emulation, whose ratios alone mean something.
 bench-rdma: setup
 	$(WITH_MAKE) $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
+
+# The store on this machine's accelerator: right to the bit, and how fast; at most ten minutes. ARGS=--help;
+# ARGS="--device sim --quick" tries the program without an accelerator, in two minutes.
+test-gpu: setup
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

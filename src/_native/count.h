@@ -8,10 +8,10 @@
 namespace tw {
 
 enum class Counter {
-    messages, bytes, mapped_bytes, copies, copied_bytes, registrations, rpcs, pickles, pushes, applied, merged, discarded
+    messages, bytes, mapped_bytes, copies, copied_bytes, registrations, rpcs, pickles, pushes, applied, merged, discarded, host_waits
 };
 constexpr const char* counter_names[] = {"messages", "bytes", "mapped_bytes", "copies", "copied_bytes", "registrations", "rpcs", "pickles",
-                                         "pushes", "applied", "merged", "discarded"};
+                                         "pushes", "applied", "merged", "discarded", "host_waits"};
 constexpr size_t counter_count = std::size(counter_names);
 
 using Counts = std::array<std::atomic<uint64_t>, counter_count>;

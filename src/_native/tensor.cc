@@ -13,7 +13,7 @@ using namespace nb::literals;
 namespace tw {
 
 namespace {
-constexpr int cpu = 1;  // kDLCPU
+constexpr int cpu = 1, cuda_host = 3, rocm_host = 11;  // kDLCPU, and the same page-locked
 
 template <size_t N>
 void pick(char* target, const char* source, u64 count, int64_t stride) {
@@ -34,7 +34,9 @@ void pick(char* target, const char* source, u64 count, int64_t stride, u64 eleme
 
 nb::object capsule_of(nb::handle owner, bool& writable) {
     const nb::object device = owner.attr("__dlpack_device__")();
-    if (nb::cast<int>(device[0]) != cpu) throw nb::buffer_error("it is not in the CPU's memory: copy it there first, such as by .cpu()");
+    const int kind = nb::cast<int>(device[0]);
+    if (kind != cpu && kind != cuda_host && kind != rocm_host)
+        throw nb::buffer_error("it is not in the CPU's memory: copy it there first, such as by .cpu()");
     const nb::object exporter = owner.attr("__dlpack__");
     try {
         return exporter();

@@ -41,6 +41,7 @@ void Window::show(const Extent& e, u64 from, u64 length) {
     const off_t at = static_cast<off_t>(e.span->file_offset() + e.source + (from - e.offset));
     void* p = mmap(base + from, length, PROT_READ, flags, e.span->file(), at);
     if (p == MAP_FAILED) fail(errno, "mmap");
+    if (shared_ && !e.span->writable) return;
     if (mprotect(p, length, PROT_READ | PROT_WRITE)) fail(errno, "mprotect");
 }
 
@@ -48,7 +49,6 @@ void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 lengt
     if (offset % page || source % page || length % page || offset > nbytes || length > nbytes - offset) fail(EINVAL, "window");
     const u64 room = (span->nbytes + page - 1) / page * page;
     if (span->file() < 0 || source > room || length > room - source) fail(EINVAL, "window");
-    if (shared_ && !span->writable) fail(EACCES, "window");
     if (!length) return;
     Extent e{offset, source, length, std::move(span)};
     show(e, offset, length);

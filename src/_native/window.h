@@ -3,7 +3,7 @@
 // A framework's parameter lives in a window that copies on write. It shows other processes' writes into the region,
 // while a stray in-place write of user code lands in a private page, where it does no harm and the kernel's pagemap
 // shows it. A gradient is born in a shared window, whose writes reach the region. In a forked child that window copies
-// on write, like the child's other memory.
+// on write, like the child's other memory. A shared window of a region that cannot be written to can only be read.
 #pragma once
 
 #include <vector>

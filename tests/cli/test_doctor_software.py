@@ -1,4 +1,4 @@
-"""``tensorwire doctor`` on PyTorch, the compiler and GPUs."""
+"""``tensorwire doctor`` on PyTorch and the compiler."""
 
 from __future__ import annotations
 
@@ -35,17 +35,3 @@ def test_the_compiler_is_the_one_that_builds_use(tmp_path: Path, variable: dict[
     found = software.compiler(environment)
     assert found.level == "fine"
     assert found.value.startswith(f"{tmp_path / name} ")
-
-
-def test_gpus_are_counted_by_model_and_reported_as_unused(tmp_path: Path) -> None:
-    nvidia, amd = tmp_path / "nvidia", tmp_path / "amd"
-    assert software.gpus(nvidia, amd).value == "none seen"
-    for slot in ("0000:01:00.0", "0000:02:00.0"):
-        (nvidia / slot).mkdir(parents=True)
-        (nvidia / slot / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 42\n")
-    for node, units in (("0", 0), ("1", 304)):
-        (amd / node).mkdir(parents=True)
-        (amd / node / "properties").write_text(f"cpu_cores_count 8\nsimd_count {units}\n")
-    found = software.gpus(nvidia, amd)
-    assert found.value == "2 NVIDIA H200, 1 AMD: not used yet, parameters live on the CPU"
-    assert (found.level, found.number) == ("fine", 3)

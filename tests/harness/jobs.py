@@ -103,17 +103,21 @@ def run_job(
     device: str = "auto",
     prepare: Callable[[], None] | None = None,
     fates: Path | None = None,
+    fresh: bool = False,
 ) -> Ended:
     """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone.
 
     ``prepare()`` is called in every server before it begins. ``fates``: a folder for the fates of all pushes.
+    ``fresh``: workers import everything themselves: PyTorch takes a new kind of device only before its first backward.
     """
+    worker_context = multiprocessing.get_context("spawn") if fresh else context
     secret = secrets.token_hex(32)
     coordinator = Coordinator(secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER)
     common = environment(coordinator.address, secret, device, workers, servers, str(fates or ""))
-    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    pipes = [worker_context.Pipe(duplex=False) for _ in range(workers)]
     processes = [context.Process(target=serve, args=(common, i, prepare)) for i in range(servers)]
-    processes += [context.Process(target=work, args=(common, r, function, args, pipes[r][1])) for r in range(workers)]
+    for rank in range(workers):
+        processes.append(worker_context.Process(target=work, args=(common, rank, function, args, pipes[rank][1])))  # type: ignore[arg-type]
     try:
         for process in processes:
             process.start()

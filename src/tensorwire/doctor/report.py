@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tensorwire.device.copy_choice import described, measure_copy
 from tensorwire.device.registry import AUTO, find_job_device
+from tensorwire.doctor.accelerators import accelerators
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.memory_limits import memory
@@ -33,7 +34,9 @@ def examine(
         ArgumentError: Processes or an address that cannot be asked about.
     """
     pair = between(*pids) if pids is not None else between()
-    sections = [memory(), kernel(), sockets(), interfaces(), software(), settings(os.environ)]
+    sections = [memory(), kernel(), sockets(), interfaces(), software()]
+    report("looking for accelerators")
+    sections += [accelerators(), settings(os.environ)]
     report("looking for RDMA")
     if (rdma := verbs(os.environ)) is not None:
         sections.append(rdma)

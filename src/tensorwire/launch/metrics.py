@@ -29,6 +29,7 @@ _HELP = {
     "applied": "Pushes that a server applied by themselves.",
     "merged": "Pushes that a server applied together with others.",
     "discarded": "Pushes that changed nothing.",
+    "host_waits": "Times that the thread that trains waited for copies from or to an accelerator.",
 }
 
 

@@ -44,6 +44,8 @@ _Start = Callable[..., None]  # `_start`, in one of the threads of this server
 _SETTLE_SECONDS = 3.0
 # How long the job may take to end by itself after a server has lost a worker.
 _CAUSE_SECONDS = 60.0
+# Servers compute on the CPU. A framework that sees accelerators would make a context on one all the same.
+_NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 # What servers do besides serving stores, by framework: modules with a function `serve`.
 _FUNCTIONS = {"tensorflow": "tensorwire.tensorflow.parts_on_servers"}
 
@@ -235,6 +237,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each call that makes keys takes some
+    os.environ.update(_NO_ACCELERATORS)
     address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
     index = int(os.environ["TENSORWIRE_INDEX"])
     on_parent_death(_leave)

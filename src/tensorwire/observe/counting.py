@@ -29,6 +29,7 @@ class Counters:
         applied: Pushes that led to a new version by themselves.
         merged: Pushes that led to a new version together with others.
         discarded: Pushes that changed nothing.
+        host_waits: With parameters on an accelerator: how often the thread that trains waited for copies from or to it.
     """
 
     messages: int = 0
@@ -43,6 +44,7 @@ class Counters:
     applied: int = 0
     merged: int = 0
     discarded: int = 0
+    host_waits: int = 0
 
 
 class LiveCounters:

@@ -151,25 +151,33 @@ class StoreClient(StoreEnd):
         self._updating = False  # in a round whose pushes are gradients
         self._setting = False  # in one that sets values or state
         self._large = copy_is_large(sum(b.nbytes for b in self.order))
-        self._space = self._place_parameters()
+        self.sent: Callable[[], object] = lambda: None  # returns when no other thread pushes in this round any more
+        self._space: dict[str, Region] = {}  # by device: where servers write that cannot be mapped
+        self._place_parameters(self.windows)
         self._open()
 
-    def _place_parameters(self) -> dict[str, Region]:
-        """Fills the windows: with the servers' own memory where it can be mapped, else with ours that they write."""
-        space: dict[str, Region] = {}
+    def _place_parameters(self, windows: Sequence[Window]) -> None:
+        """Fills ``windows``: with the servers' own memory where it can be mapped, else with ours that they write."""
         plan = self.plan
         for index, at, shard, nbytes in plan.runs():
             server = self.servers[index]
             mapped = None if server.shown is None else server.channel.map(server.shown.view())
-            for buffer, window in enumerate(self.windows):
+            for buffer, window in enumerate(windows):
                 if mapped is not None:
                     window.place(at, mapped, buffer * plan.shard_bytes[index] + shard, nbytes)
                     continue
                 device = server.channel.device
-                if device.name not in space:
-                    space[device.name] = self.allocate(device, plan.space_bytes * len(self.windows))
-                window.place(at, space[device.name], buffer * plan.space_bytes + at, nbytes)
-        return space
+                if device.name not in self._space:
+                    self._space[device.name] = self.allocate(device, plan.space_bytes * len(windows))
+                window.place(at, self._space[device.name], buffer * plan.space_bytes + at, nbytes)
+
+    def shown_windows(self) -> list[Window]:
+        """The same as ``windows``, without copy-on-write, to be read alone: a driver that knew the others' memory would
+        know private copies.
+        """
+        shown = [Window(self.plan.space_bytes, shared=True) for _ in self.windows]
+        self._place_parameters(shown)
+        return shown
 
     def gradients_on(self, device: Device) -> Region:
         """That device's memory that gradients leave from, where servers' memory cannot be mapped."""
@@ -236,6 +244,7 @@ class StoreClient(StoreEnd):
 
     def ready(self) -> None:
         """Returns when the head of the next round may leave. Raises as ``wait``."""
+        self.sent()
         for server in self.servers:
             if server.send_window is not None:
                 try:
@@ -340,19 +349,28 @@ class StoreClient(StoreEnd):
         """What a server has answered last."""
         return memoryview(self.windows[0])[bucket.space : bucket.space + bucket.nbytes]
 
-    def wait(self) -> None:
-        """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
+    def wait(self, arrived: Callable[[Bucket], object] | None = None) -> None:
+        """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why.
+
+        ``arrived``: called with each bucket once it has.
+        """
         start = clock()
         for bucket in self.order:
             self.wait_for(bucket, self.step)
             if self._setting and bucket.number in self._encoders:
                 self._encoders[bucket.number].reset(self._answer(bucket))
+            if arrived is not None:
+                arrived(bucket)
         spans.add("wait", self.step, start, clock())
 
     def wait_for(self, bucket: Bucket, step: int) -> None:
         """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
         self._wait_for(bucket, step)
         self._reach("answered_some")
+
+    def has(self, bucket: Bucket, step: int) -> bool:
+        """Whether ``wait_for`` would not wait."""
+        return self.servers[bucket.shard_number].version(bucket.index).value >= step
 
     def _wait_for(self, bucket: Bucket, step: int) -> None:
         server = self.servers[bucket.shard_number]

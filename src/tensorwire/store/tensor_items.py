@@ -14,8 +14,9 @@ from tensorwire.store.state_transfer import GROUP, NUMBER, Entry, Item
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements' bytes in the order of their indices; a view where they lie so."""
-    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+    """The elements' bytes in the order of their indices; a view where they lie so, on the CPU."""
+    array: np.ndarray[Any, np.dtype[np.uint8]]
+    array = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
     return array.data
 
 

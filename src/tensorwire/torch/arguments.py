@@ -88,8 +88,12 @@ def check_parameters(named: Sequence[Named]) -> None:
 
 
 def check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """Raises `Unsupported` unless it is an ordinary dense tensor, `ArgumentError` if it has no memory of the CPU."""
-    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    """Raises `Unsupported` unless it is an ordinary dense tensor, `ArgumentError` if it has no memory.
+
+    It is on the CPU, or on an accelerator that ``torch.accelerator`` knows.
+    """
+    known = tensor.is_cpu or is_on_accelerator(tensor)
+    plain = type(tensor) in _PLAIN and known and tensor.layout is torch.strided and not tensor.is_nested
     if plain and _has_memory(tensor):
         return  # as nearly all, and every gradient comes here at each step
     if is_lazy(tensor):
@@ -99,14 +103,25 @@ def check_tensor(what: str, tensor: torch.Tensor) -> None:
         raise Unsupported(f"{what} is not an ordinary dense tensor: it is {kind}")
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         kind = "fake" if isinstance(tensor, FakeTensor) else "meta"
-        raise ArgumentError(f"{what} is a {kind} tensor, which has no memory: the store takes real tensors on the CPU")
-    if tensor.device.type != "cpu":
-        raise ArgumentError(f"{what} is on {tensor.device}; this version's store holds CPU parameters only")
+        raise ArgumentError(f"{what} is a {kind} tensor, which has no memory: the store takes real tensors")
+    if not known:
+        raise ArgumentError(
+            f"{what} is on {tensor.device}: the store takes tensors on the CPU and on torch.accelerator, which is "
+            f"{torch.accelerator.current_accelerator()} here"
+        )
     if not _has_memory(tensor):
         why = (
             "it is wrapped by torch.func" if _is_wrapped(tensor) else "its storage was freed, or it has none of its own"
         )
         raise ArgumentError(f"{what} has no memory: {why}")
+
+
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether it is on a device of the accelerator that PyTorch knows here."""
+    if tensor.is_cpu:
+        return False
+    known = torch.accelerator.current_accelerator()
+    return known is not None and tensor.device.type == known.type
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
@@ -131,8 +146,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _check_apart(params: Iterable[torch.nn.Parameter]) -> None:
     """Each parameter is to have a place of its own in the store. Raises `ArgumentError`."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.nbytes)
-    if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.nbytes)
+    if any(after[0] == before[0] and after[1] < before[2] for before, after in itertools.pairwise(spans)):
         raise ArgumentError(
             "two parameters share memory: tie them by using one Parameter in both places, as in "
             "model.head.weight = model.embedding.weight"
@@ -150,6 +165,13 @@ def largest_norm(value: Any) -> float:
     if not found > 0:
         raise ArgumentError(f"max_grad_norm must be a number above 0, or None, not {value!r:.100}")
     return found
+
+
+def overlap_of(overlap: bool | None, mode: Mode, groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a step overlaps with others: as the user says, else where it can and a parameter is on a device."""
+    if overlap is not None:
+        return overlap
+    return isinstance(mode, Sync) and any(not p.is_cpu for group in groups for _, p in group["params"])
 
 
 def check_mode_fits(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.launch import Worker
 from tensorwire.launch.first_values import Outline, first_values, outline
 from tensorwire.launch.values import tensor_bytes
+from tensorwire.torch.arguments import is_on_accelerator
 from tensorwire.torch.roots import Root, find_roots, named_parameters
 
 _SECONDS = 600.0  # for the other workers, which construct the same optimizer
@@ -37,10 +38,10 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     refused: dict[str, str] = {}
     for name, tensor in found.items():
         try:
-            mine[name] = outline(str(tensor.dtype), tensor.shape, tensor_bytes(tensor, "job.broadcast").data)
+            mine[name] = outline(str(tensor.dtype), tensor.shape, tensor_bytes(_here(tensor), "job.broadcast").data)
         except ArgumentError as error:
             refused[name] = str(error)
-    first = first_values(worker, mine, lambda name: found[name].detach(), _SECONDS)
+    first = first_values(worker, mine, lambda name: _here(found[name].detach()), _SECONDS)
     with torch.no_grad():
         for name, value in first.values.items():
             found[name].copy_(value)
@@ -48,6 +49,11 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
         _warn(refused, f"do not become worker 0's at the start: {next(iter(refused.values()))}")
     unlike = [n for n in first.names if n in mine and n not in first.alike]
     _warn(unlike, "have another shape or dtype than worker 0's, and stay")
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """The same on the CPU; what has no memory anywhere stays as it is."""
+    return tensor.detach().cpu() if is_on_accelerator(tensor) else tensor
 
 
 def _others(roots: Iterable[Root]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Workers that train with optimizers of their own and exchange parameters on the servers now and then.
 
-The parameters stay in ordinary memory. The servers' answers lie in the store's memory, and are mixed into them.
+The parameters stay in ordinary memory, or on their device. The servers' answers lie in the store's memory, and are
+mixed into them. Copies from and to a device make this thread wait, once an exchange.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LocalTraining:
         for piece, slot, last in zip(
             bucket.pieces, self._slots[bucket.number], self._answers[bucket.number], strict=True
         ):
-            own = self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
+            own = self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop].cpu()
             if self._exchanges.sends_change and own.is_floating_point():
                 torch.sub(last, own, out=slot)
             else:
@@ -109,7 +110,7 @@ class LocalTraining:
         for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
             p = self.params[piece.tensor]
             flat = p.detach().reshape(-1)  # a copy, where it is not contiguous
-            change(flat[piece.start : piece.stop], answer)
+            change(flat[piece.start : piece.stop], answer.to(p.device))
             if flat.data_ptr() != p.data_ptr():
                 p.copy_(flat.view(p.shape))
 

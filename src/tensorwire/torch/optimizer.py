@@ -29,6 +29,7 @@ from tensorwire.torch.arguments import (
     Params,
     check_mode_fits,
     largest_norm,
+    overlap_of,
     refuse_overlapped,
 )
 from tensorwire.torch.cautions import Cautions
@@ -62,8 +63,8 @@ class StoreOptimizer(OptimizerState):
         named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or the
             model itself: then hooks are put on its modules, without a search for other modules that have its
             parameters. Or, as the only argument, an optimizer that was built from ``model.named_parameters()``.
-            Parameters are dense tensors on the CPU that share no memory, of any shape; complex and float8 dtypes are
-            refused.
+            Parameters are dense tensors on the CPU or on accelerators that share no memory, of any shape; complex and
+            float8 dtypes are refused.
         optimizer: A class of optimizers, whose options are ``options``; or an optimizer of these parameters, whose
             class, groups, options and state are taken over. Or a function ``(parameter, gradient, state, options)``
             that changes ``parameter`` in place, and may keep tensors and numbers in the dictionary ``state``. Either
@@ -72,7 +73,7 @@ class StoreOptimizer(OptimizerState):
             ``"mean"``: the mean of the workers' does.
         overlap: Push gradients while backward runs, and fetch new values while the next forward runs; ``wait()``
             fetches them at once. Gradients must then stay as backward leaves them: accumulate inside ``no_sync()``, and
-            clip by ``max_grad_norm``.
+            clip by ``max_grad_norm``. None: with `Sync`, where a parameter is on an accelerator.
         max_grad_norm: The norm to which the reduced gradient is clipped: it is multiplied by
             ``max_grad_norm / (norm + 1e-6)`` where that is below 1. ``norm`` is the root of the sum, in float64, of the
             squares of all elements, bucket by bucket. None: no clipping. The attribute may be changed between steps.
@@ -112,7 +113,7 @@ class StoreOptimizer(OptimizerState):
         named_parameters: Params | torch.nn.Module | torch.optim.Optimizer,
         optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | Callable[..., Any] | str | None = None,
         *,
-        overlap: bool = False,
+        overlap: bool | None = None,
         max_grad_norm: float | None = None,
         error_if_nonfinite: bool = False,
         reduce: str = "mean",
@@ -133,6 +134,7 @@ class StoreOptimizer(OptimizerState):
         given = named_parameters if self._model is None else self._model.named_parameters()
         origin = find_origin(given, optimizer, options, here=isinstance(mode, Local))
         self._class = origin.optimizer_class
+        overlap = overlap_of(overlap, mode, origin.groups)
         check_mode_fits(mode, overlap, origin.defaults)
         self._settings = replace(
             _settings(origin, bucket_bytes, reduce, overlap, mode),
@@ -255,7 +257,7 @@ class StoreOptimizer(OptimizerState):
             inverse = scale.double().reciprocal().float()
             for p in (p for group in self.param_groups for p in group["params"]):
                 if p.grad is not None:
-                    p.grad.mul_(inverse)
+                    p.grad.mul_(inverse.to(p.grad.device, non_blocking=True))
         return bool(found)
 
     # ---- overlap

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, GradientModified
+from tensorwire.errors import ArgumentError, GradientModified, Unsupported
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.awaited import Awaited
+from tensorwire.torch.device_copies import Values
 from tensorwire.torch.loading import Hook
 from tensorwire.torch.part import Part
-from tensorwire.torch.push_thread import PushThread
+from tensorwire.torch.transfer_thread import TransferThread
 
 # Buckets below are copied by the hook itself: waking a thread costs as much.
 _LARGE = 256 << 10
@@ -40,7 +41,7 @@ class Overlap:
     def __init__(self, begin: Callable[[], bool], alone: Alone) -> None:
         self._begin, self.alone = weakref.WeakMethod(begin), alone  # hooks must not keep the optimizer
         self._timeout = step_timeout()
-        self.push_thread = PushThread()
+        self.push_thread, self._pull_thread = TransferThread("tensorwire-push"), TransferThread("tensorwire-pull")
         self._watched: list[_Watched] = []
         self._pauses = 0
         self._late = False  # this step's gradients are pushed by step()
@@ -70,9 +71,15 @@ class Overlap:
                 self._late = begin is None or not begin()
         return not self._late
 
+    def sent(self) -> None:
+        """Returns when every gradient that was handed to the thread has left. Raises what came of that."""
+        self.push_thread.drain(self._timeout)
+
     def settle(self) -> None:
         """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
-        self.push_thread.drain(self._timeout)
+        if any(watched.part.copies is None for watched in self._watched):
+            self.sent()  # code may change gradients after ``step()``
+        self.push_thread.check()
         for watched in self._watched:
             watched.settle()
 
@@ -82,9 +89,27 @@ class Overlap:
         for watched in self._watched:
             watched.forget()
 
+    def push(self, part: Part, buckets: Sequence[Bucket], values: Values) -> None:
+        """Pushes the rest of a step. From devices copies begin here, and the thread sends what they bring."""
+        if part.copies is None:
+            part.push(buckets, values)
+            return
+        streams = part.copies.currents()
+        for bucket in buckets:
+            rows = {piece.tensor: values[piece.tensor] for piece in bucket.pieces}  # and no other gradient's memory
+            part.fill(bucket, rows, streams)
+            self.push_thread.submit(partial(_carry, part.send, part, bucket, rows))
+
     def postpone(self, part: Part) -> None:
         """Leaves the waiting for this round's version to the next forward, where that is safe."""
+        if part.copies is not None:
+            part.copies.end_step()
+            self.pull(part)
         next(w for w in self._watched if w.part is part).postpone()
+
+    def pull(self, part: Part) -> None:
+        """Lets the thread copy the last version of ``part`` to devices."""
+        self._pull_thread.submit(partial(_bring, part, part.latest))
 
     def close(self) -> None:
         """Leaves an ordinary model, with the values of the last step: no thread and no hook is left. Idempotent."""
@@ -94,6 +119,7 @@ class Overlap:
             for each in watched:
                 each.part.arrive(range(len(each.part.params)))
         finally:
+            self._pull_thread.close(_CLOSE_SECONDS)
             for each in watched:
                 each.release()
 
@@ -102,10 +128,14 @@ class _Watched:
     def __init__(self, part: Part, overlap: Overlap, modules: Iterable[torch.nn.Module]) -> None:
         self.part = part
         self._overlap = overlap
+        part.client.sent = overlap.sent
+        if part.copies is not None:
+            part.recall = partial(_recall, overlap, part)
         self._hooked: set[int] = set()
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}  # gradients of this round, as they were pushed
         self._rows: dict[int, torch.Tensor | None] = {}  # the same, each as a flat row
         self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
+        self._streams: dict[int, dict[int, torch.Stream]] = {}  # by bucket, and number: what its gradients come from
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.nowhere()
         self._compiled = False
@@ -161,11 +191,14 @@ class _Watched:
         if not self._overlap.may_push(part):
             return
         assert p.grad is not None
+        stream = None if p.is_cpu else _current(p)
         with part.client.course.unit(f"step {part.client.updates}"):
             if not self._missing:
                 self._count()
             self._pushed[i] = (p.grad, p.grad._version)
             for bucket in part.buckets[i]:
+                if stream is not None:
+                    self._streams.setdefault(bucket.number, {})[hash(stream)] = stream
                 self._missing[bucket.number] -= 1
                 if not self._missing[bucket.number]:
                     self._push(bucket)
@@ -173,12 +206,16 @@ class _Watched:
     def _push(self, bucket: Bucket) -> None:
         """All gradients of a bucket are there. They may be changed before they are copied: ``settle`` finds out."""
         step, start = self.part.client.step, clock()
-        rows = {piece.tensor: self._row(piece.tensor) for piece in bucket.pieces}
-        if bucket.nbytes < _LARGE:
-            with torch.no_grad(), ranges.named(ranges.PUSH):
-                self.part.push([bucket], rows)
-        else:
-            self._overlap.push_thread.submit(partial(_carry, self.part, bucket, rows, step))
+        part, rows = self.part, {piece.tensor: self._row(piece.tensor) for piece in bucket.pieces}
+        send: Callable[[Bucket, Values], None] = lambda bucket, values: part.push([bucket], values)  # noqa: E731
+        with torch.no_grad(), ranges.named(ranges.PUSH):
+            if part.copies is not None:
+                part.fill(bucket, rows, self._streams.pop(bucket.number, {}).values())
+                send = part.send
+            if part.copies is None and bucket.nbytes < _LARGE:
+                send(bucket, rows)
+            else:
+                self._overlap.push_thread.submit(partial(_carry, send, part, bucket, rows))
         spans.add("push", step, start, clock())
 
     def _row(self, i: int) -> torch.Tensor | None:
@@ -208,6 +245,7 @@ class _Watched:
         self._pushed.clear()
         self._rows.clear()
         self._missing.clear()
+        self._streams.clear()
         self._hook_gradients()
 
     # ---- the next forward
@@ -218,7 +256,7 @@ class _Watched:
         born = {i for i, slot in enumerate(part.slots) if slot.taken}
         later = set() if self._compiled else self._ran - born
         self._ran = set()
-        part.arrive(i for i in range(len(part.params)) if i not in later)
+        part.arrive([i for i in range(len(part.params)) if i not in later])
         part.hide(later, self._nowhere)
 
     def arrive(self, indices: Sequence[int]) -> None:
@@ -240,14 +278,45 @@ class _Watched:
         self.part.arrive(range(len(self.part.params)))
 
 
-def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], step: int) -> None:
+def _current(p: torch.Tensor) -> torch.Stream:
+    """The stream that has made the gradient of ``p``, in its hook. Raises `Unsupported` in a graph's capture."""
+    stream = torch.accelerator.current_stream(p.device)
+    if hasattr(stream, "is_capturing") and stream.is_capturing():
+        raise Unsupported(
+            "a graph of the device's kernels was being captured while backward pushed gradients: its replays would "
+            "push none, so use overlap=False"
+        )
+    return stream
+
+
+def _carry(send: Callable[[Bucket, Values], None], part: Part, bucket: Bucket, values: Values) -> None:
     """Pushes a bucket on that thread."""
-    start = clock()
+    step, start = part.client.step, clock()
     try:
         with torch.no_grad():
-            part.push([bucket], rows)
+            send(bucket, values)
     except BaseException as error:  # the round lacks it from now on
         part.client.course.begin(f"step {part.client.updates}")
         part.client.course.note(error)
+        if part.copies is not None:
+            part.copies.fail(error)
         raise
     spans.add("copy", step, start, clock())
+
+
+def _bring(part: Part, version: int) -> None:
+    """Copies a version to devices on that thread."""
+    assert part.copies is not None
+    try:
+        with torch.no_grad():
+            part.bring(version)
+    except BaseException as error:
+        part.copies.fail(error)
+
+
+def _recall(overlap: Overlap, part: Part) -> None:
+    """Somebody waits for copies to devices: if that thread has met an error, it begins again."""
+    assert part.copies is not None
+    if part.copies.failed:
+        part.copies.failed = False
+        overlap.pull(part)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from tensorwire._native import Window
 from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
 from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
-from tensorwire.observe import ranges, spans
+from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
@@ -30,11 +30,11 @@ from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
+from tensorwire.torch.device_copies import DeviceCopies, Streams, Values
 from tensorwire.torch.graph.memory.gradient_slots import close_slots, open_slots
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
-Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,6 @@ class Part:
         self.options()  # what cannot travel is refused before anything is agreed on
         self.client = self._connect()
         self.client.course = course
-        if worker.rank == 0:
-            _log.info("%s: %s", self.client.name, self.summary())
         if isinstance(settings.mode, Sync):  # in other modes workers may take as many steps as they like anyway
             worker.uneven_stores.append(self)
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
@@ -90,13 +88,18 @@ class Part:
             for i in {piece.tensor for piece in bucket.pieces}:
                 self.buckets[i].append(bucket)
         self.slots = open_slots(self.client, self.params, self.buckets)
-        self._views = [self._tensors(window) for window in self.client.windows]
+        self._views = self._make_views()
+        on_devices = any(p.device.type != "cpu" for p in self.params)
+        self.copies = DeviceCopies(self.client, self._views[0]) if on_devices else None
+        self.recall: Callable[[], object] = lambda: None  # where another thread begins copies to devices: it goes on
+        if worker.rank == 0:
+            _log.info("%s: %s", self.client.name, self.summary())
         self.written: set[str] = set()
         self._pages_seen = True  # whether the kernel tells which pages of a window were written to
         self._open: list[float] | None = None  # the options that this round began with
         self._clips = False
         self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
-        self._latest = 0  # the last round that was closed: its version is the one to show
+        self.latest = 0  # the last round that was closed: its version is the one to show
         self._shown = [-1] * len(self.params)  # which buffer each parameter shows
         self._showing = threading.Lock()  # with overlap, any thread that runs a module shows its parameters
         self._marks = [(0, 0)] * len(self.params)
@@ -114,7 +117,7 @@ class Part:
             settings.bucket_bytes,
             is_whole(settings.rule),
             settings.reduce,
-            2 if settings.overlap else 1,
+            2 if settings.overlap and any(p.device.type == "cpu" for p in self.params) else 1,
             settings.arguments,
             settings.sources,
             settings.folders,
@@ -132,7 +135,18 @@ class Part:
 
     def summary(self) -> str:
         """One line for people."""
-        return self.plan.summary(self._worker.num_workers, len(self.client.windows))
+        found = self.plan.summary(self._worker.num_workers, len(self.client.windows))
+        return found if self.copies is None else f"{found}; {self.copies.describe()}"
+
+    def _make_views(self) -> list[list[torch.Tensor]]:
+        """What parameters show, in turn, version by version: on a device always the same memory, their own."""
+        views = []
+        for turn in range(2 if self._settings.overlap else 1):
+            views.append(self._tensors(self.client.windows[turn % len(self.client.windows)]))
+            for i, p in enumerate(self.params):
+                if p.device.type != "cpu":
+                    views[turn][i] = p.data.contiguous() if turn == 0 else views[0][i]
+        return views
 
     def _tensors(self, window: Window) -> list[torch.Tensor]:
         """The parameters' tensors in a window."""
@@ -144,7 +158,12 @@ class Part:
 
     def nowhere(self) -> list[torch.Tensor]:
         """Tensors of the parameters' shapes, full of NaN: a little memory, seen many times."""
-        return self._tensors(self.client.repeated(b"\xff"))
+        found = self._tensors(self.client.repeated(b"\xff"))
+        for i, p in enumerate(self.params):
+            if p.device.type != "cpu":
+                byte = torch.full((p.element_size(),), 0xFF, dtype=torch.uint8, device=p.device)
+                found[i] = byte.view(p.dtype).expand(p.shape) if p.dim() else byte.view(p.dtype)[0]
+        return found
 
     # ---- pushing
 
@@ -202,7 +221,7 @@ class Part:
                 "sparse=True when the optimizer was made: build it with sparse=False"
             )
         check_tensor(f"the gradient of {name!r}", g)
-        if g.shape != p.shape or g.dtype != p.dtype or g.device.type != "cpu":
+        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
             raise ArgumentError(
                 f"the gradient of {name!r} is {g.dtype} {list(g.shape)} on {g.device}, "
                 f"its parameter {p.dtype} {list(p.shape)} on {p.device}"
@@ -212,28 +231,44 @@ class Part:
             self.slots[i].clear()
         return row
 
-    def push(self, buckets: Iterable[Bucket], values: Values) -> None:
+    def push(self, buckets: Sequence[Bucket], values: Values) -> None:
         """Brings values into the slots of ``buckets``, and sends these.
-
-        What was born in its slot is there; the rest is copied.
 
         Args:
             buckets: What to push.
             values: By tensor of the plan a flat row, or None.
         """
-        client = self.client
+        if self.copies is None:
+            for bucket in buckets:
+                self.fill(bucket, values)
+                self.client.push(bucket, _present(bucket, values))
+            return
+        streams = self.copies.currents()
         for bucket in buckets:
-            client.slot(bucket)
-            present = bytearray(len(bucket.pieces))
-            for n, piece in enumerate(bucket.pieces):
-                value = values[piece.tensor]
-                if value is None:
-                    continue
-                present[n] = 1
-                if not self.slots[piece.tensor].holds(value):
-                    client.copy(bucket, n, value[piece.start : piece.stop])
-            client.push(bucket, bytes(present))
-            self._sent.add(bucket.number)
+            self.fill(bucket, values, streams)
+        for bucket in buckets:
+            counters.add(host_waits=1)
+            self.send(bucket, values)
+
+    def fill(self, bucket: Bucket, values: Values, streams: Streams = ()) -> None:
+        """Brings values into the slot of ``bucket``. What was born there is there; the rest is copied.
+
+        From devices copies only begin here, after what ``streams`` compute.
+        """
+        self.client.slot(bucket)
+        for n, piece in enumerate(bucket.pieces):
+            value = values[piece.tensor]
+            if value is not None and value.is_cpu and not self.slots[piece.tensor].holds(value):
+                self.client.copy(bucket, n, value[piece.start : piece.stop])
+        if self.copies is not None:
+            self.copies.down(bucket, values, streams)
+        self._sent.add(bucket.number)
+
+    def send(self, bucket: Bucket, values: Values) -> None:
+        """Sends a bucket that was filled with ``values``, once copies from devices are there."""
+        assert self.copies is not None
+        self.copies.landed(bucket)
+        self.client.push(bucket, _present(bucket, values))
 
     def unsent(self) -> list[Bucket]:
         """The buckets that have not been pushed in this round."""
@@ -241,7 +276,7 @@ class Part:
 
     def close_round(self) -> None:
         """All buckets are on their way: the version of this round is the one to show."""
-        self._latest = self.client.step
+        self.latest = self.client.step
         self._open = None
         self._sent = set()
 
@@ -253,7 +288,7 @@ class Part:
 
     @property
     def _buffer(self) -> int:
-        return self._latest % len(self._views)
+        return self.latest % len(self._views)
 
     def show(self, indices: Iterable[int]) -> None:
         """Lets parameters show the version of the last closed round, which has come.
@@ -278,20 +313,49 @@ class Part:
     def wait(self) -> None:
         """Waits for the version of the round that was just closed, of everything, and shows it."""
         with ranges.named(ranges.WAIT):
-            self.client.wait()
+            self._wait()
         self.show(range(len(self.params)))
 
-    def arrive(self, indices: Iterable[int]) -> None:
-        """Waits for the last closed round's version of those parameters that do not show it yet, and shows it."""
-        late = [i for i in indices if self.behind(i)]
-        if not late:
+    def _wait(self) -> None:
+        if self.copies is None:
+            self.client.wait()
             return
-        start = clock()
-        with self._worker.member.explained(), ranges.named(ranges.WAIT):
-            for bucket in (bucket for i in late for bucket in self.buckets[i]):
-                self.client.wait_for(bucket, self._latest)
-        self.show(late)
-        spans.add("wait", self._latest, start, clock())
+        self.copies.end_step()
+        version, copies = self.latest, self.copies
+        self.client.wait(lambda bucket: copies.up(bucket, version))
+        copies.join(self.client.order)
+
+    def bring(self, version: int) -> None:
+        """Begins to copy a version to devices, bucket by bucket, as it comes."""
+        assert self.copies is not None
+        for bucket in self.client.order:
+            self.client.wait_for(bucket, version)
+            self.copies.up(bucket, version)
+
+    def arrive(self, indices: Sequence[int]) -> None:
+        """Waits for the last closed round's version of those parameters that do not show it yet, and shows it.
+
+        On a device, the stream on which this thread computes waits for it.
+        """
+        late = [i for i in indices if self.behind(i)]
+        if late:
+            start = clock()
+            with self._worker.member.explained(), ranges.named(ranges.WAIT):
+                self._await([bucket for i in late for bucket in self.buckets[i]])
+            self.show(late)
+            spans.add("wait", self.latest, start, clock())
+        if self.copies is not None:
+            self.copies.join(bucket for i in indices for bucket in self.buckets[i])
+
+    def _await(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if self.copies is None:
+                self.client.wait_for(bucket, self.latest)
+            elif self.client.has(bucket, self.latest):
+                self.copies.up(bucket, self.latest)  # if the other thread has not come to it
+            else:
+                self.recall()
+                self.copies.wait(bucket, self.latest)
 
     def hide(self, indices: Iterable[int], nowhere: Sequence[torch.Tensor]) -> None:
         """Lets parameters show ``nowhere`` until ``show``, so no code mistakes the last version for this one."""
@@ -302,6 +366,21 @@ class Part:
                 self.params[i].data = nowhere[i]
             self._mark(hidden)
 
+    def bring_now(self) -> None:
+        """Shows the version of the last closed round, all of which has come."""
+        if self.copies is not None:
+            self.copies.end_step()
+            for bucket in self.client.order:
+                self.copies.up(bucket, self.latest)
+        everything = range(len(self.params))
+        self.show(everything)
+        self.arrive(everything)
+
+    def settle(self) -> None:
+        """Before servers may write to values without a push from here: no copy of them is under way."""
+        if self.copies is not None:
+            self.copies.settle()
+
     # ---- values that come from users
 
     def assign(self) -> None:
@@ -309,6 +388,7 @@ class Part:
         client = self.client
         with self._worker.member.explained():
             client.ready()
+            self.settle()
             with client.course.unit(f"setting the parameters of {client.name}"):
                 client.begin(StepOperation.ASSIGN, self.options())
                 if self._worker.rank == 0:
@@ -316,7 +396,7 @@ class Part:
                         slot.clear()  # values take the way of gradients
                     self.push(client.order, [_row(p) for p in self.params])
                 self.close_round()
-                client.wait()
+                self._wait()
                 if self.written:
                     for window in client.windows:  # what was written through one is in the store now
                         window.refresh(0, window.nbytes)
@@ -349,7 +429,12 @@ class Part:
             )
 
     def _stray(self) -> list[str]:
-        """Who lies in the first page that was written to through a window, past autograd's own version count."""
+        """Who lies in the first page that was written to through a window, past autograd's own version count.
+
+        On a device nobody can tell.
+        """
+        if all(p.device.type != "cpu" for p in self.params):
+            return []
         try:
             pages = [page for window in self.client.windows for page in window.modified(1)]
         except OSError as error:
@@ -374,9 +459,10 @@ class Part:
 
     def load_state(self, items: Callable[[int], Iterable[Item]]) -> None:
         """A round in which worker 0's ``items(server)`` become what the servers keep."""
+        self.settle()
         load_state(self.client, self.options(), items)
         self.close_round()
-        self.show(range(len(self.params)))
+        self.bring_now()
 
     def check_pausing(self) -> None:
         """Raises `ArgumentError` in the middle of a step, and `StepInterrupted` after one that was interrupted."""
@@ -386,6 +472,8 @@ class Part:
 
     def idle(self) -> None:
         """This worker's loop has ended; others may go on."""
+        self.arrive(range(len(self.params)))
+        self.settle()
         self.client.course.begin(self._pause)
         self.client.idle()
 
@@ -393,7 +481,7 @@ class Part:
         """Waits until the loops of all have ended, and shows what came of them."""
         self.client.rejoin()
         self.close_round()
-        self.show(range(len(self.params)))
+        self.bring_now()
         self.client.course.end(self._pause)
 
     @property
@@ -413,7 +501,11 @@ class Part:
             course.note(ArgumentError("the optimizer ended between backward() and step()"))
         elif not course.broken:
             self.clip(LEFT_OUT)
-        self.client.finish()
+        try:
+            self.client.finish()
+        finally:
+            if self.copies is not None:
+                self.copies.close()
         close_slots(self.params, self.slots)
 
     @torch.no_grad()
@@ -422,8 +514,13 @@ class Part:
         for slot in self.slots:
             slot.clear()
         for p, (address, _) in zip(self.params, self._marks, strict=True):
-            if p.data_ptr() == address:  # nobody has moved it
+            if p.is_cpu and p.data_ptr() == address:  # nobody has moved it
                 p.data = p.detach().clone()
+
+
+def _present(bucket: Bucket, values: Values) -> bytes:
+    """A byte a piece, whether there is a value of it."""
+    return bytes(values[piece.tensor] is not None for piece in bucket.pieces)
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,11 @@ class SparseRows:
         self._known = inspect.signature(optimizer_class).parameters.keys() - _NOT_SENT
         self.params = [param]
         rule = optimizer_class.__name__
+        if not param.is_cpu:
+            raise Unsupported(
+                f"parameter {name!r} has sparse gradients on {param.device}: build its embedding with sparse=False, "
+                "keep it on the CPU, or use StoreEmbedding"
+            )
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule, None) is not optimizer_class:
             raise Unsupported(
                 f"parameter {name!r} has sparse gradients, which {rule} does not take: use "

@@ -68,7 +68,7 @@ class SavedState:
 
         def room(entry: Entry) -> memoryview | None:
             """Only the pieces of a master that say more than the parameter does are sent."""
-            return tensor_bytes(share.params[entry.tensor].detach().float()) if entry.key == MASTER else None
+            return tensor_bytes(share.params[entry.tensor].float()) if entry.key == MASTER else None
 
         items = (item for item in fetch_state(share.client) if item[0].kind != VALUE)
         for (tensor, key, kind), item in join(items, room).items():

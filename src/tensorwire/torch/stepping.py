@@ -72,7 +72,10 @@ class Stepping:
                     continue
                 if not part.is_open:
                     part.open_round(norm)
-                part.push(part.unsent(), mine)
+                if self.overlap is None:
+                    part.push(part.unsent(), mine)
+                else:
+                    self.overlap.push(part, part.unsent(), mine)
             for each, found in zip(self.rows, rows, strict=True):
                 each.push(found)
             self._pushed, self._waiting, self._check_norm, self._left_out = self._pushed + 1, True, check_norm, False
@@ -135,6 +138,8 @@ class Stepping:
 
     def _agree_on_norm(self) -> None:
         """The step is left out if the norm is NaN or inf, and somebody minds."""
+        if self.overlap is not None:
+            self.overlap.sent()  # servers tell the norm after that, so that an error there is met here
         total = sum(part.client.norm2() for part in self.parts)
         left_out = self._check_norm and total != LEFT_OUT and not math.isfinite(total)
         self.grad_norm = math.inf if total == LEFT_OUT else total**0.5

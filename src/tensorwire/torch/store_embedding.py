@@ -117,18 +117,18 @@ class StoreEmbedding(ServedRows, torch.nn.Module):
         """Looks rows up.
 
         Args:
-            indices: Integers from 0 to ``num_embeddings - 1``, of any shape, on the CPU.
+            indices: Integers from 0 to ``num_embeddings - 1``, of any shape. This waits for those on an accelerator.
 
         Returns:
-            The rows, of the shape of ``indices`` and ``embedding_dim``.
+            The rows, of the shape of ``indices`` and ``embedding_dim``, on the device of ``indices``.
 
         Raises:
             ArgumentError: An index is out of range.
             WaitTimeout: The servers did not answer in time, because another worker did not push its gradients.
             JobEnded: The job ended; the message says why.
         """
-        unique, inverse = torch.unique(indices.detach(), return_inverse=True)
-        rows = self._rows(unique)
+        unique, inverse = torch.unique(indices.detach().cpu(), return_inverse=True)
+        rows, inverse = self._rows(unique).to(indices.device), inverse.to(indices.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(_Adder(self, unique))  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ class _Adder:
     def __call__(self, rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None  # nothing is added to it afterwards
         assert gradient is not None
-        self._embedding._sums.add(self._unique.numpy(), gradient.detach().contiguous().numpy())
+        self._embedding._sums.add(self._unique.numpy(), gradient.detach().contiguous().cpu().numpy())
         self._embedding._note()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorwire.cli import main
 from tensorwire.cli.plan import llama
 from tests.levels import mostly_long
 
@@ -25,27 +23,6 @@ PAPERS = {
     "gru": ("27.92", 11, 7_319_528, "2.54 MiB", "4 MiB", "4 MiB", 1, 7),
     "fcn5": ("204.47", 10, 53_600_266, "20.4 MiB", "88 KiB", "64 MiB", 1, 4),
 }
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``plan(*arguments)``: exit status, output, complaint."""
-
-    monkeypatch.setattr(
-        logging.root.manager, "disable", logging.CRITICAL
-    )  # torch writes a line for everything it traces
-
-    monkeypatch.setattr("tensorwire.progress.PATIENCE", 1e9)  # no line of progress, however slow this machine is
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tensorwire", "plan", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.parametrize("name", mostly_long([*PAPERS], ["lstm"]))
@@ -170,7 +147,7 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "syntax": ([str(wrong)], "wrong.py, line 1: SyntaxError"),
         "no module": ([str(fixed)], "model() must return a torch.nn.Module, not int"),
         "no batch": ([str(fixed), "--batch", "3"], "--batch 3: inputs() of "),
-        "one worker": ([net, "--workers", "1"], "'--workers': 1 is not in the range 2<=x<=64"),
+        "one worker": ([net, "--workers", "1"], "--workers 1: a model is cut over two or more"),
         "no worker": ([net, "--place", "layers.1=2"], "there is no worker 2: give ranks below 2, or more --workers"),
         "no place": ([net, "--place", "layers.1"], "--place takes PATH=RANK, not 'layers.1'"),
         "no path": (
@@ -269,7 +246,7 @@ def test_tied_parameters_are_listed(plan: Any, tmp_path: Path) -> None:
 
 def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "console"))
+    code, text, store = re.findall(r"^```(?:python|console)\n(.*?)^```", page, re.M | re.S)
     (tmp_path / "mlp.py").write_text(code)
     _, out, _ = plan(str(tmp_path / "mlp.py"))
 
@@ -277,3 +254,5 @@ def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> N
         return [line for line in printed.strip().splitlines() if not line.startswith("traced in")]
 
     assert lines(out) == lines(text)
+    _, out, _ = plan(str(tmp_path / "mlp.py"), "--store", "--device", "--dtype", "bfloat16")
+    assert lines(out)[2:-1] == lines(store)

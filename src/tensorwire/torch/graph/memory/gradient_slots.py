@@ -74,10 +74,11 @@ class GradientSlot:
 def open_slots(
     client: StoreClient, params: Sequence[torch.nn.Parameter], buckets: Sequence[Sequence[Bucket]]
 ) -> list[GradientSlot]:
-    """Those of the store's parameters, which `slot_of` finds from now on; ``buckets`` are those of each."""
+    """Those of the store's parameters; ``buckets`` are those of each. `slot_of` finds those of the CPU from now on."""
     found = [GradientSlot(client, i, its) for i, its in enumerate(buckets)]
     for p, slot in zip(params, found, strict=True):
-        _slots[p] = slot
+        if p.is_cpu:
+            _slots[p] = slot
     return found
 
 

@@ -1,0 +1,1 @@
+"""Tests on a simulated accelerator: a device of PyTorch whose work runs late, and in another order."""

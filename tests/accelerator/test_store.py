@@ -1,0 +1,144 @@
+"""Parameters on a device: the bits of the CPU, in any order of the device's work, and no wait too few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tensorwire as tw
+from tests.accelerator import features, simulated
+from tests.accelerator.features import FEATURES, named, saved_and_loaded
+from tests.accelerator.left_out import WAITS, without
+from tests.accelerator.programs import prepare, same, train
+from tests.harness.jobs import run_job
+from tests.levels import mostly_long
+
+if why := simulated.unavailable():
+    pytest.skip(why, allow_module_level=True)
+
+SCHEDULES = range(10)
+KINDS: list[dict[str, Any]] = [
+    {"overlap": overlap, "dtype": dtype, "driver": driver, "held": overlap}
+    for dtype in (torch.float32, torch.bfloat16)
+    for overlap, driver in ((True, True), (True, False), (False, True))
+]
+OFTEN = (KINDS[0], KINDS[4])  # directly, and through page-locked memory
+
+
+def schedules(job: tw.Job, whole: bool) -> list[str]:
+    """What has other bits than on the CPU."""
+    wrong = []
+    for kind in KINDS:
+        stock = train(job, "cpu", **kind)
+        seeds = SCHEDULES if whole or kind in OFTEN else SCHEDULES[:1]
+        wrong += [f"{kind} {seed}" for seed in seeds if not same(train(job, seed=seed, **kind), stock)]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("device", "whole"), mostly_long([("shm", False), ("shm", True), ("tcp", True)], [("shm", False)])
+)
+def test_every_schedule_has_the_bits_of_the_cpu(device: str, whole: bool) -> None:
+    assert run_job(schedules, whole, device=device, servers=2, fresh=True).ok() == [[], []]
+
+
+def left_out(job: tw.Job) -> dict[str, bool]:
+    """By wait: whether the lazy schedule has other bits without it, and not with it."""
+    found = {}
+    for wait, (_, options) in WAITS.items():
+        stock = train(job, "cpu", **options)
+        right = same(train(job, **options), stock)
+        with without(wait):
+            found[wait] = right and not same(train(job, **options), stock)
+    return found
+
+
+def test_each_wait_that_is_left_out_shows() -> None:
+    first, second = run_job(left_out, fresh=True).ok()
+    assert [wait for wait in WAITS if not first[wait] and not second[wait]] == []
+
+
+def compare(job: tw.Job, names: list[str], seeds: list[int]) -> list[str]:
+    """The features, of those with such names, that have other bits on the device than on the CPU."""
+    prepare(0)
+    wrong = []
+    for name, program, options in FEATURES:
+        if name in names:
+            with named(name):
+                stock = program(job, "cpu", **options)
+                for seed in seeds:
+                    prepare(seed)
+                    wrong += [] if same(program(job, "sim:0", **options), stock) else [f"{name}, schedule {seed}"]
+    return wrong
+
+
+NAMES = [name for name, _, _ in FEATURES]
+OTHERS = (
+    "accumulated, overlap=False",
+    "clipped, overlap=False",
+    "compiled, whole=True",
+    "in SSP",
+    "in LocalSGD",
+    "by int8",
+)
+FAST = [name for name in NAMES if not name.startswith((*OTHERS, "by topk", "by Adafactor"))]
+
+
+@pytest.mark.parametrize(
+    ("names", "device"), mostly_long([(FAST, "tcp"), (NAMES, "shm")], [(FAST, "tcp")]), ids=["fast", "all"]
+)
+def test_what_users_do_has_the_bits_of_the_cpu(names: list[str], device: str) -> None:
+    seeds = list(SCHEDULES) if names is NAMES else [0]
+    assert run_job(compare, names, seeds, device=device, fresh=True).ok() == [[], []]
+
+
+def checkpoints(job: tw.Job) -> list[str]:
+    """Saved on one device and loaded on another, also on the CPU."""
+    prepare(0)
+    wrong = []
+    stock = saved_and_loaded(job, "cpu", "cpu", torch.bfloat16)
+    for on, to in (("sim:0", "sim:1"), ("sim:0", "cpu"), ("cpu", "sim:0")):
+        wrong += [] if same(saved_and_loaded(job, on, to, torch.bfloat16), stock) else [f"{on} to {to}"]
+    return wrong
+
+
+def test_a_checkpoint_goes_from_any_device_to_any() -> None:
+    assert run_job(checkpoints, fresh=True).ok() == [[], []]
+
+
+def waits(job: tw.Job, overlap: bool) -> tuple[list[int], list[int], list[int]]:
+    """Waits for the device of the thread that trains, in whole steps, as the device and as our counter count them."""
+    from tensorwire.observe import counters
+    from tests.accelerator import models
+
+    prepare(0)
+    model = models.built().to("sim:0")
+    optimizer = features.made(model, overlap=overlap)
+    batches = [[each.to("sim:0") for each in models.batch(n, job.rank)] for n in range(4)]
+    theirs, ours, copies = [], [], []
+    for n, (x, y) in enumerate(batches):
+        before, counted = simulated.host_waits(), counters.snapshot()
+        optimizer.zero_grad()
+        models.loss_of(model, x, y, n % 2 == 0).backward()
+        optimizer.step()
+        theirs.append(simulated.host_waits() - before)
+        ours.append(counters.since(counted).host_waits)
+        copies.append(counters.since(counted).copies)
+    optimizer.wait()
+    optimizer.close()
+    return theirs, ours, copies
+
+
+def test_the_thread_that_trains_waits_for_nothing_but_new_values() -> None:
+    for theirs, ours, copies in run_job(waits, True, fresh=True).ok():
+        assert theirs == [0] * 4
+        assert ours[0] == 0  # there is nothing to wait for yet; later it depends on when values come
+        assert copies == [0] * 4
+
+
+def test_without_overlap_it_waits_for_each_bucket() -> None:
+    for theirs, ours, _ in run_job(waits, False, fresh=True).ok():
+        assert theirs == ours
+        assert all(theirs)
