@@ -89,7 +89,7 @@ def test_every_thread_of_a_worker_is_on_the_page() -> None:
     for path in SOURCE.rglob("*.py"):
         if path.relative_to(SOURCE).parts[0] in ("bench", "cli"):
             continue
-        found.update(re.findall(r'(?:name=f?|greet, )"tensorwire-([\w-]+)', path.read_text()))
+        found.update(re.findall(r'(?:name=f?|greet, |TransferThread\()"tensorwire-([\w-]+)', path.read_text()))
     assert found - ELSEWHERE == documented_threads()
 
 

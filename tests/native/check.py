@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
-KINDS = ("LoopbackDevice", "ShmDevice", "TcpDevice")
+KINDS = ("ShmDevice", "TcpDevice")  # what loopback has of native code, shm has, too
 TESTS = [
     *(f"--device=tensorwire.device:{kind}" for kind in KINDS),
     "--pyargs",

@@ -353,6 +353,30 @@ def compiled(job: tw.Job) -> dict[str, torch.Tensor]:
     return values(model)
 
 
+def compiled_blocks(job: tw.Job) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Blocks that were compiled before; whether parameters are awaited when these run, and not in ``step()``."""
+    model = zoo.build("mlp")
+    for i, block in enumerate(model):
+        model[i] = torch.compile(block, backend="aot_eager")
+    optimizer = tw.torch.StoreOptimizer(
+        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
+    )
+    later = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        zoo.loss(model, job.rank, step).backward()
+        optimizer.step()
+        (part,) = optimizer._parts
+        later.append(all(map(part.behind, range(len(part.params)))))
+    return {k.replace("_orig_mod.", ""): v for k, v in values(model).items()}, later
+
+
+def test_blocks_that_are_compiled_are_awaited_when_they_run() -> None:
+    for mine, later in run_job(compiled_blocks).ok():
+        assert_same(mine, together("mlp"), "compiled blocks")
+        assert later == [True] * STEPS
+
+
 def test_a_model_that_is_compiled_late() -> None:
     for mine in run_job(compiled).ok():
         assert_same(mine, together("mlp"), "mlp")

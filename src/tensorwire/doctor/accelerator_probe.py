@@ -57,3 +57,7 @@ def page_lock_refusal(kind: str) -> str:
     finally:
         os.close(fd)
     return locks.refusal
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from tensorwire.doctor import accelerator_probe
 from tensorwire.doctor.accelerator_probe import Seen
 from tensorwire.doctor.findings import Finding, Level, Section
+from tensorwire.launch.start import module_command
 
 NVIDIA = Path("/proc/driver/nvidia")
 AMD = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -68,8 +69,8 @@ def may_be_here(dev: Path = DEV) -> bool:
 
 def ask() -> Seen:
     """What PyTorch says, in a process of its own. Raises `OSError` where that fails."""
-    words = [sys.executable, "-c", "from tensorwire.doctor.accelerator_probe import main; main()"]
     try:
+        words = module_command(accelerator_probe.__name__)
         done = subprocess.run(words, capture_output=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
         return msgspec.json.decode(done.stdout, type=Seen)
     except subprocess.TimeoutExpired:

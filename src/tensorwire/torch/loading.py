@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -62,6 +63,12 @@ def find_modules(params: Iterable[torch.Tensor], model: torch.nn.Module | None) 
         if all(id(p) in owned for p in params):
             return list(model.modules())
     return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+
+
+def find_compiled(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of ``modules`` that ``torch.compile`` has made of others."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return [m for m in modules if isinstance(m, kind)]
 
 
 def owners(params: Iterable[torch.nn.Parameter], modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

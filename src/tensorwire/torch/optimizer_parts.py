@@ -17,7 +17,7 @@ from tensorwire.store.rule_names import is_foreign
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import check_parameters, largest_norm, named_group
 from tensorwire.torch.layout import build
-from tensorwire.torch.loading import find_modules, owners, watch_loading
+from tensorwire.torch.loading import find_compiled, find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin
@@ -102,7 +102,7 @@ class OptimizerParts(torch.optim.Optimizer):
         having = owners(part.params, modules)
         self._owned.add(part, watch_loading(part.params, having, part.note_written))
         if self._overlap is not None:
-            self._overlap.watch(part, having)
+            self._overlap.watch(part, having, find_compiled(modules))
 
     def _add_rows(self, groups: list[dict[str, Any]], sparse: set[int], modules: list[torch.nn.Module]) -> None:
         """What has sparse gradients: of these parameters rows travel."""

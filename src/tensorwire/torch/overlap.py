@@ -4,7 +4,8 @@ The post-accumulate hook that completes a bucket hands it to a thread, which cop
 servers write the new version into the other buffer of the parameters, so backward continues with the old one. After
 ``step()``, the first code to get a parameter from its module, or the module's run, awaits it. Until then its memory is
 full of NaN, so code that bypasses the module cannot mistake an old value for a new one. ``step()`` awaits a parameter
-that no code got from its module in the step before, because compiled code or a list holds it.
+that no code got from its module in the step before, because compiled code or a list holds it. A module of
+``torch.compile`` that is there when the optimizer is made awaits all parameters inside.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ class Overlap:
         self._pauses = 0
         self._late = False  # this step's gradients are pushed by step()
 
-    def watch(self, part: Part, modules: Iterable[torch.nn.Module]) -> None:
-        """From now on pushes this part's gradients, and lets ``modules``, which own its parameters, wait for them."""
-        self._watched.append(_Watched(part, self, modules))
+    def watch(self, part: Part, modules: Iterable[torch.nn.Module], compiled: Iterable[torch.nn.Module]) -> None:
+        """From now on pushes this part's gradients, and lets ``modules``, which own its parameters, wait for them.
+
+        ``compiled``: modules that wait for all parameters inside, because compiled code does not.
+        """
+        self._watched.append(_Watched(part, self, modules, compiled))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,7 +129,13 @@ class Overlap:
 
 
 class _Watched:
-    def __init__(self, part: Part, overlap: Overlap, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        part: Part,
+        overlap: Overlap,
+        modules: Iterable[torch.nn.Module],
+        compiled: Iterable[torch.nn.Module],
+    ) -> None:
         self.part = part
         self._overlap = overlap
         part.client.sent = overlap.sent
@@ -139,6 +149,7 @@ class _Watched:
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.nowhere()
         self._compiled = False
+        self._inside = 0  # calls of `compiled` modules
         self._handles: list[RemovableHandle] = []
         self._modules: list[tuple[weakref.ref[torch.nn.Module], dict[str, int]]] = []
         self._hook_gradients()
@@ -150,6 +161,11 @@ class _Watched:
             # Some modules, such as an LSTM, keep their parameters in a second place, too.
             hook = Hook(self._before_forward, list(own.values()))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        for module in compiled:
+            if inside := [indices[id(p)] for p in module.parameters() if id(p) in indices]:
+                enter, leave = Hook(self._enter, inside), Hook(self._leave)
+                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def release(self) -> None:
         """Takes every hook back."""
@@ -255,7 +271,7 @@ class _Watched:
         # A gradient that was born in its slot must not change before its server has read it, and code may change it.
         born = {i for i, slot in enumerate(part.slots) if slot.taken}
         later = set() if self._compiled else self._ran - born
-        self._ran = set()
+        self._ran, self._inside = set(), 0
         part.arrive([i for i in range(len(part.params)) if i not in later])
         part.hide(later, self._nowhere)
 
@@ -271,11 +287,20 @@ class _Watched:
     def _before_forward(self, own: Sequence[int], module: torch.nn.Module, args: Any) -> None:
         self.arrive(own)
 
+    def _enter(self, inside: Sequence[int], module: torch.nn.Module, args: Any) -> None:
+        """Code that was compiled, or is now, runs next."""
+        self._inside += 1
+        self.arrive(inside)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._inside -= 1
+
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _compile(self) -> None:
-        """While code is compiled. It will not come here when it runs: from now on all is there before."""
-        self._compiled = True
-        self.part.arrive(range(len(self.part.params)))
+        """While code is compiled. It will not come here when it runs: unless its module waits, all is there before."""
+        if not self._inside:
+            self._compiled = True
+            self.part.arrive(range(len(self.part.params)))
 
 
 def _current(p: torch.Tensor) -> torch.Stream:
