@@ -62,6 +62,13 @@ def in_steps(job: tw.Job) -> list[str]:
 
     found = []
     model, optimizer = begun()
+    loss = models.loss(model, 0, job.rank, "sim:0")
+    simulated.capturing(True)
+    found.append(said(loss.backward, errors.Unsupported))
+    simulated.capturing(False)
+    model, optimizer = begun()
+    backward(model)
+    optimizer.step()
     simulated.capturing(True)
     found.append(said(lambda: backward(model), errors.Unsupported))
     simulated.capturing(False)
@@ -90,8 +97,9 @@ def in_steps(job: tw.Job) -> list[str]:
 
 def test_in_steps() -> None:
     ended = run_job(in_steps, workers=1, fresh=True)
-    capture, second, clipped, scaled, changed, moved = ended.results[0] or ended.errors
-    assert "a graph of the device's kernels was being captured" in capture
+    capture, forward, second, clipped, scaled, changed, moved = ended.results[0] or ended.errors
+    assert "a graph of the device's kernels is being captured" in capture
+    assert forward == capture
     assert "second gradient" in second
     assert "no_sync()" in second
     assert "clip with StoreOptimizer(max_grad_norm=), or use overlap=False" in clipped

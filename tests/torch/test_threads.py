@@ -47,7 +47,7 @@ def one_in_step(job: tw.Job, overlap: bool) -> None:
     backward(net)
     inside, go_on = threading.Event(), threading.Event()
     part = optimizer._parts[0]
-    check = part.check_options if overlap else part.check_parameters
+    check = part.check_options
 
     def halt() -> None:
         inside.set()

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from tensorwire.errors import WaitTimeout
+from tensorwire.errors import Unsupported, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.rules import tensor_over
 from tensorwire.store.sharding import Bucket
@@ -32,6 +32,15 @@ from tensorwire.torch.page_locking import PageLocks, page_locked
 
 Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 Streams = Iterable[torch.Stream]
+
+
+def refuse_capture(stream: torch.Stream) -> None:
+    """Raises `Unsupported` where a graph of kernels is captured on ``stream``: its replays would copy nothing."""
+    if hasattr(stream, "is_capturing") and stream.is_capturing():
+        raise Unsupported(
+            "a graph of the device's kernels is being captured, whose replays would neither push gradients nor wait "
+            "for parameters: use overlap=False"
+        )
 
 
 class Lane:
@@ -129,6 +138,7 @@ class Crossing:
         """What this thread computes from now on comes after the last copy up."""
         stream = self.lane.current
         if stream.stream_id not in self._joined:
+            refuse_capture(stream)
             stream.wait_event(self._came)
             self._joined.add(stream.stream_id)
 
@@ -196,6 +206,10 @@ class DeviceCopies:
         """How copies go, for people."""
         way = f"through page-locked memory, one copy more, because {self.refusal}" if self.refusal else "directly"
         return f"copied {way} to {', '.join(map(str, self._lanes))}"
+
+    def crosses(self, bucket: Bucket) -> bool:
+        """Whether anything of a bucket is on a device."""
+        return bool(self._crossings[bucket.number])
 
     # ---- gradients
 

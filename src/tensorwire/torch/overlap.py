@@ -20,13 +20,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, GradientModified, Unsupported
+from tensorwire.errors import ArgumentError, GradientModified
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.awaited import Awaited
-from tensorwire.torch.device_copies import Values
+from tensorwire.torch.device_copies import Values, refuse_capture
 from tensorwire.torch.loading import Hook
 from tensorwire.torch.part import Part
 from tensorwire.torch.transfer_thread import TransferThread
@@ -147,7 +147,7 @@ class _Watched:
         self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
         self._streams: dict[int, dict[int, torch.Stream]] = {}  # by bucket, and number: what its gradients come from
         self._ran: set[int] = set()  # got from their modules since the last step
-        self._nowhere = part.nowhere()
+        self._nowhere = part.shown.nowhere()
         self._compiled = False
         self._inside = 0  # calls of `compiled` modules
         self._handles: list[RemovableHandle] = []
@@ -273,7 +273,7 @@ class _Watched:
         later = set() if self._compiled else self._ran - born
         self._ran, self._inside = set(), 0
         part.arrive([i for i in range(len(part.params)) if i not in later])
-        part.hide(later, self._nowhere)
+        part.shown.hide(later, self._nowhere)
 
     def arrive(self, indices: Sequence[int]) -> None:
         """Somebody gets these parameters from their module."""
@@ -306,11 +306,7 @@ class _Watched:
 def _current(p: torch.Tensor) -> torch.Stream:
     """The stream that has made the gradient of ``p``, in its hook. Raises `Unsupported` in a graph's capture."""
     stream = torch.accelerator.current_stream(p.device)
-    if hasattr(stream, "is_capturing") and stream.is_capturing():
-        raise Unsupported(
-            "a graph of the device's kernels was being captured while backward pushed gradients: its replays would "
-            "push none, so use overlap=False"
-        )
+    refuse_capture(stream)
     return stream
 
 

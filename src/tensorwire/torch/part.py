@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tensorwire._native import Window
-from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, ranges, spans
@@ -22,8 +20,8 @@ from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
 from tensorwire.store.course import Course
 from tensorwire.store.modes import Mode, Sync, settings_of
-from tensorwire.store.rules import is_whole, looks_at_all, tensor_over
-from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
+from tensorwire.store.rules import is_whole, looks_at_all
+from tensorwire.store.sharding import Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import LEFT_OUT, StepOperation
 from tensorwire.store.store_client import StoreClient
@@ -32,6 +30,7 @@ from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
 from tensorwire.torch.device_copies import DeviceCopies, Streams, Values
 from tensorwire.torch.graph.memory.gradient_slots import close_slots, open_slots
+from tensorwire.torch.shown import Shown
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
@@ -88,21 +87,17 @@ class Part:
             for i in {piece.tensor for piece in bucket.pieces}:
                 self.buckets[i].append(bucket)
         self.slots = open_slots(self.client, self.params, self.buckets)
-        self._views = self._make_views()
-        on_devices = any(p.device.type != "cpu" for p in self.params)
-        self.copies = DeviceCopies(self.client, self._views[0]) if on_devices else None
+        self.shown = Shown(self.client, self.names, self.params, 2 if settings.overlap else 1)
+        on_devices = not all(p.is_cpu for p in self.params)
+        self.copies = DeviceCopies(self.client, self.shown.values[0]) if on_devices else None
         self.recall: Callable[[], object] = lambda: None  # where another thread begins copies to devices: it goes on
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         self.written: set[str] = set()
-        self._pages_seen = True  # whether the kernel tells which pages of a window were written to
         self._open: list[float] | None = None  # the options that this round began with
         self._clips = False
         self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
         self.latest = 0  # the last round that was closed: its version is the one to show
-        self._shown = [-1] * len(self.params)  # which buffer each parameter shows
-        self._showing = threading.Lock()  # with overlap, any thread that runs a module shows its parameters
-        self._marks = [(0, 0)] * len(self.params)
         self.assign()
 
     def _connect(self) -> StoreClient:
@@ -117,7 +112,7 @@ class Part:
             settings.bucket_bytes,
             is_whole(settings.rule),
             settings.reduce,
-            2 if settings.overlap and any(p.device.type == "cpu" for p in self.params) else 1,
+            2 if settings.overlap and any(p.is_cpu for p in self.params) else 1,
             settings.arguments,
             settings.sources,
             settings.folders,
@@ -137,33 +132,6 @@ class Part:
         """One line for people."""
         found = self.plan.summary(self._worker.num_workers, len(self.client.windows))
         return found if self.copies is None else f"{found}; {self.copies.describe()}"
-
-    def _make_views(self) -> list[list[torch.Tensor]]:
-        """What parameters show, in turn, version by version: on a device always the same memory, their own."""
-        views = []
-        for turn in range(2 if self._settings.overlap else 1):
-            views.append(self._tensors(self.client.windows[turn % len(self.client.windows)]))
-            for i, p in enumerate(self.params):
-                if p.device.type != "cpu":
-                    views[turn][i] = p.data.contiguous() if turn == 0 else views[0][i]
-        return views
-
-    def _tensors(self, window: Window) -> list[torch.Tensor]:
-        """The parameters' tensors in a window."""
-        plan, memory = self.client.plan, memoryview(window)
-        return [
-            tensor_over(memory, spec.dtype, offset, spec.elements).view(spec.shape)
-            for spec, offset in zip(plan.tensors, plan.offsets, strict=True)
-        ]
-
-    def nowhere(self) -> list[torch.Tensor]:
-        """Tensors of the parameters' shapes, full of NaN: a little memory, seen many times."""
-        found = self._tensors(self.client.repeated(b"\xff"))
-        for i, p in enumerate(self.params):
-            if p.device.type != "cpu":
-                byte = torch.full((p.element_size(),), 0xFF, dtype=torch.uint8, device=p.device)
-                found[i] = byte.view(p.dtype).expand(p.shape) if p.dim() else byte.view(p.dtype)[0]
-        return found
 
     # ---- pushing
 
@@ -246,8 +214,8 @@ class Part:
         streams = self.copies.currents()
         for bucket in buckets:
             self.fill(bucket, values, streams)
+        counters.add(host_waits=sum(map(self.copies.crosses, buckets)))
         for bucket in buckets:
-            counters.add(host_waits=1)
             self.send(bucket, values)
 
     def fill(self, bucket: Bucket, values: Values, streams: Streams = ()) -> None:
@@ -284,31 +252,11 @@ class Part:
 
     def behind(self, i: int) -> bool:
         """Whether parameter ``i`` does not show the version of the last closed round yet."""
-        return self._shown[i] != self._buffer
-
-    @property
-    def _buffer(self) -> int:
-        return self.latest % len(self._views)
+        return self.shown.behind(i, self.latest)
 
     def show(self, indices: Iterable[int]) -> None:
-        """Lets parameters show the version of the last closed round, which has come.
-
-        As an update in place does, it raises their version count: a graph made before cannot be run backward.
-        """
-        buffer = self._buffer
-        changed = list(indices)
-        with self._showing:
-            for i in changed:
-                if self._shown[i] != buffer:
-                    self.params[i].data = self._views[buffer][i]
-            self._mark(changed)
-            for i in changed:  # last, so that one who was interrupted here shows them again
-                self._shown[i] = buffer
-
-    def _mark(self, changed: Sequence[int]) -> None:
-        torch.autograd.graph.increment_version([self.params[i] for i in changed])
-        for i in changed:
-            self._marks[i] = (self.params[i].data_ptr(), self.params[i]._version)
+        """Lets parameters show the version of the last closed round, which has come."""
+        self.shown.show(indices, self.latest)
 
     def wait(self) -> None:
         """Waits for the version of the round that was just closed, of everything, and shows it."""
@@ -357,15 +305,6 @@ class Part:
                 self.recall()
                 self.copies.wait(bucket, self.latest)
 
-    def hide(self, indices: Iterable[int], nowhere: Sequence[torch.Tensor]) -> None:
-        """Lets parameters show ``nowhere`` until ``show``, so no code mistakes the last version for this one."""
-        hidden = list(indices)
-        with self._showing:
-            for i in hidden:  # first, so that one who was interrupted here shows them again
-                self._shown[i] = -1
-                self.params[i].data = nowhere[i]
-            self._mark(hidden)
-
     def bring_now(self) -> None:
         """Shows the version of the last closed round, all of which has come."""
         if self.copies is not None:
@@ -398,8 +337,7 @@ class Part:
                 self.close_round()
                 self._wait()
                 if self.written:
-                    for window in client.windows:  # what was written through one is in the store now
-                        window.refresh(0, window.nbytes)
+                    self.shown.refresh()
                 self.written = set()
                 self.show(range(len(self.params)))
 
@@ -407,48 +345,6 @@ class Part:
         """The user changed these; the next step begins with an ``assign``."""
         by_id = {id(p): n for n, p in zip(self.names, self.params, strict=True)}
         self.written.update(by_id[id(p)] for p in params)
-
-    def check_parameters(self) -> None:
-        """Raises `ParameterModified` for values that changed without the store."""
-        changed = []
-        for name, p, (address, version) in zip(self.names, self.params, self._marks, strict=True):
-            if p.data_ptr() != address:
-                raise ParameterModified(
-                    f"parameter {name!r} was moved out of the store's memory (.to(), .half(), .data =): "
-                    "convert or move the model before constructing the optimizer"
-                )
-            if p._version != version and name not in self.written:
-                changed.append(name)
-        if not changed and not self.written:
-            changed = self._stray()
-        if changed:
-            which = " or ".join(repr(name) for name in changed)
-            raise ParameterModified(
-                f"parameter {which} was changed in place; its values live in the store and only step() changes "
-                "them: call optimizer.write_parameters() on every worker after an intended change"
-            )
-
-    def _stray(self) -> list[str]:
-        """Who lies in the first page that was written to through a window, past autograd's own version count.
-
-        On a device nobody can tell.
-        """
-        if all(p.device.type != "cpu" for p in self.params):
-            return []
-        try:
-            pages = [page for window in self.client.windows for page in window.modified(1)]
-        except OSError as error:
-            if self._pages_seen:
-                self._pages_seen = False
-                _log.warning("changes of parameters through .data will go unnoticed here: %s", error)
-            return []
-        tensors, offsets = self.client.plan.tensors, self.client.plan.offsets
-        return [
-            name
-            for page in pages
-            for name, t, start in zip(self.names, tensors, offsets, strict=True)
-            if start < page + PAGE and page < start + t.nbytes
-        ]
 
     # ---- the optimizer's state, and uneven numbers of steps
 
@@ -508,14 +404,11 @@ class Part:
                 self.copies.close()
         close_slots(self.params, self.slots)
 
-    @torch.no_grad()
     def release(self) -> None:
         """The parameters become ordinary tensors, with the values that they show; gradients stay where they can."""
         for slot in self.slots:
             slot.clear()
-        for p, (address, _) in zip(self.params, self._marks, strict=True):
-            if p.is_cpu and p.data_ptr() == address:  # nobody has moved it
-                p.data = p.detach().clone()
+        self.shown.release()
 
 
 def _present(bucket: Bucket, values: Values) -> bytes:

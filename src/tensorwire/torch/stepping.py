@@ -112,7 +112,7 @@ class Stepping:
     def _check(self) -> None:
         for part in self.parts:
             part.options()
-            part.check_parameters()
+            part.shown.check(part.written)
         for rows in self.rows:
             rows.check()
 
