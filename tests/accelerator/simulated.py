@@ -290,3 +290,7 @@ def _device_module() -> types.ModuleType:
     for name, function in functions.items():
         setattr(module, name, function)
     return module
+
+
+if __name__ == "__main__" and unavailable() is None:
+    build()
