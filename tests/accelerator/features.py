@@ -174,6 +174,25 @@ def saved_and_loaded(job: tw.Job, on: str, to: str, dtype: torch.dtype) -> Found
     return [*kept, *ended(optimizer, model)]
 
 
+def not_finite(job: tw.Job, on: str) -> Found:
+    """A step whose gradients have a NaN on one worker is left out by all."""
+    model = models.built().to(on)
+    optimizer = made(model, error_if_nonfinite=True)
+    said = []
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        loss = models.loss(model, n, job.rank, on)
+        if n == 1 and job.rank == 1:
+            loss = loss * float("nan")
+        loss.backward()
+        try:
+            optimizer.step()
+        except tw.errors.NonFiniteGradient as error:
+            said.append("worker 1: 'embedding.weight' has NaN" in str(error) and "worker 0" not in str(error))
+    assert said == [True]
+    return ended(optimizer, model)
+
+
 def in_turn(job: tw.Job) -> Iterator[bool]:
     """Whether it is this worker's turn, for each worker: what does not wait for others has one order then."""
     for rank in range(job.num_workers):
@@ -333,6 +352,7 @@ FEATURES: list[Feature] = [
     ("clipped by users", clipped_by_users, {}),
     ("scaled", scaled, {}),
     ("recomputed", recomputed, {}),
+    ("not finite", not_finite, {}),
     *((f"compiled, whole={w}", compiled, {"whole": w}) for w in (False, True)),
     ("compiled by us", compiled, {"whole": True, "backend": "tensorwire"}),
     ("in Async", in_mode, {"mode": _MODES.Async()}),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tensorwire as tw
-from tests.accelerator import features, simulated
+from tensorwire.observe import counters
+from tests.accelerator import features, models, simulated
 from tests.accelerator.features import FEATURES, named, saved_and_loaded
 from tests.accelerator.left_out import WAITS, without
 from tests.accelerator.programs import prepare, same, train
@@ -108,11 +109,37 @@ def test_a_checkpoint_goes_from_any_device_to_any() -> None:
     assert run_job(checkpoints, fresh=True).ok() == [[], []]
 
 
+def autocast(job: tw.Job) -> list[bool]:
+    """With autocast, whose operators on a device are others than on the CPU: beside torch's optimizer on the device."""
+    prepare(0)
+    found = []
+    for dtype, scaled in ((torch.bfloat16, False), (torch.float16, True)):
+        ends = []
+        for ours in (True, False):
+            model = models.built().to("sim:0")
+            kind = torch.optim.SGD
+            optimizer: torch.optim.Optimizer = (
+                features.made(model, kind, overlap=not scaled) if ours else kind(model.parameters(), lr=0.01)
+            )
+            scaler = torch.amp.GradScaler("sim", enabled=scaled, init_scale=256.0)
+            for n in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("sim", dtype=dtype):
+                    loss = models.loss(model, n, 0, "sim:0")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            ends.append([p.detach().cpu() for p in model.parameters()])
+        found.append(same(*ends))
+    return found
+
+
+def test_autocast_has_the_bits_of_the_device_alone() -> None:
+    assert run_job(autocast, workers=1, fresh=True).ok() == [[True, True]]
+
+
 def waits(job: tw.Job, overlap: bool) -> tuple[list[int], list[int], list[int]]:
     """Waits for the device of the thread that trains, in whole steps, as the device and as our counter count them."""
-    from tensorwire.observe import counters
-    from tests.accelerator import models
-
     prepare(0)
     model = models.built().to("sim:0")
     optimizer = features.made(model, overlap=overlap)

@@ -16,6 +16,7 @@ Only 2, 4 and 7 stop a thread. With ``overlap`` that thread is not the one that 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,7 +167,7 @@ class DeviceCopies:
         self._error: BaseException | None = None
         self.failed = False  # whether the thread that begins copies up has met an error since
         memory = (client.gradients, self._windows)
-        self._end = weakref.finalize(self, _end, list(self._lanes.values()), self._locks, memory)
+        self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), self._locks, memory)
         self._end.atexit = False  # the process ends anyway
 
     def _lock(self) -> bool:
@@ -310,8 +311,10 @@ def _settle(lanes: Iterable[Lane]) -> None:
         lane.up.synchronize()
 
 
-def _end(lanes: Sequence[Lane], locks: PageLocks, *_memory: object) -> None:
+def _end(pid: int, lanes: Sequence[Lane], locks: PageLocks, *_memory: object) -> None:
     """``_memory`` is unmapped after this."""
+    if os.getpid() != pid:  # a forked child has nothing on devices
+        return
     try:
         _settle(lanes)
     finally:
