@@ -1,6 +1,6 @@
 """The waits between a device and a store, each left out: a test has to see that.
 
-What waits for what is in the docstring of ``tensorwire.torch.device_copies``. A slot's credit (4) cannot be missed:
+What waits for what is in the docstring of ``tensorwire.torch.crossings``. A slot's credit (4) cannot be missed:
 a gradient needs its parameter, whose version comes after its server has read the slot.
 """
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from tensorwire.torch.device_copies import Crossing, Lane
+from tensorwire.torch.crossings import Crossing, Lane
 from tensorwire.torch.part import Part
 
 

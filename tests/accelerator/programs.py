@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,18 +17,33 @@ STEPS = 4
 BUCKET = 4096
 Found = list[torch.Tensor]  # on the CPU
 
-DRIVER = page_locking.Driver(lambda address, nbytes, _: simulated.register(address, nbytes), simulated.unregister)
+
+class Driver(Enum):
+    """What memory that others allocated the device page-locks."""
+
+    ALL, WRITABLE, NONE = range(3)
 
 
-def prepare(seed: int, *, driver: bool = True) -> None:
-    """The device is there, with a schedule. ``driver``: it page-locks memory that others allocated."""
+def _lock(address: int, nbytes: int, read_only: bool) -> None:
+    simulated.register(address, nbytes)
+
+
+def _lock_writable(address: int, nbytes: int, read_only: bool) -> None:
+    if read_only:
+        raise RuntimeError("read-only memory")
+    simulated.register(address, nbytes)
+
+
+def prepare(seed: int, *, driver: Driver = Driver.ALL) -> None:
+    """The device is there, with a schedule."""
     simulated.load()
     torch.set_num_threads(1)
     simulated.settle()
     simulated.schedule(seed)
     page_locking.DRIVERS.pop("sim", None)
-    if driver:
-        page_locking.DRIVERS["sim"] = lambda: DRIVER
+    if driver is not Driver.NONE:
+        lock = _lock if driver is Driver.ALL else _lock_writable
+        page_locking.DRIVERS["sim"] = lambda: page_locking.Driver(lock, simulated.unregister)
 
 
 def train(
@@ -35,7 +51,7 @@ def train(
     on: str = "sim:0",
     seed: int = 0,
     *,
-    driver: bool = True,
+    driver: Driver = Driver.ALL,
     dtype: torch.dtype = torch.float32,
     steps: int = STEPS,
     to_none: bool = True,

@@ -12,7 +12,7 @@ from tensorwire.observe import counters
 from tests.accelerator import features, models, simulated
 from tests.accelerator.features import FEATURES, named, saved_and_loaded
 from tests.accelerator.left_out import WAITS, without
-from tests.accelerator.programs import prepare, same, train
+from tests.accelerator.programs import Driver, prepare, same, train
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
 
@@ -23,9 +23,9 @@ SCHEDULES = range(10)
 KINDS: list[dict[str, Any]] = [
     {"overlap": overlap, "dtype": dtype, "driver": driver, "held": overlap}
     for dtype in (torch.float32, torch.bfloat16)
-    for overlap, driver in ((True, True), (True, False), (False, True))
+    for overlap, driver in ((True, Driver.ALL), (True, Driver.NONE), (True, Driver.WRITABLE), (False, Driver.ALL))
 ]
-OFTEN = (KINDS[0], KINDS[4])  # directly, and through page-locked memory
+OFTEN = (KINDS[0], KINDS[5])  # directly, and with a copy more
 
 
 def schedules(job: tw.Job, whole: bool) -> list[str]:

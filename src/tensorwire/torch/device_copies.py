@@ -1,154 +1,59 @@
-"""Copies between accelerators and the memory that a store's servers reach.
-
-Gradients go down to the slots of their buckets, and new values come up into the parameters, each on a stream of its
-own, so that neither holds up the computation. What has to wait for what:
-
-1. a copy down waits for the streams that made the gradients;
-2. a bucket is sent when its copies down are done;
-3. gradients are kept until then by who pushes them, and the stream that trains goes on after the copies down;
-4. a slot is filled when its server has read what was there;
-5. a copy up waits for what used the parameters in the step before;
-6. every stream that reads a parameter waits for its copy up;
-7. a bucket is sent when its last copy up is done, because its server may then write the next value.
-
-Only 2, 4 and 7 stop a thread. With ``overlap`` that thread is not the one that trains.
-"""
+"""All copies of a store between accelerators and the memory that its servers reach, and which way they go."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
-from tensorwire.errors import Unsupported, WaitTimeout
+from tensorwire._native import Window
+from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.rules import tensor_over
-from tensorwire.store.sharding import Bucket
+from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_client import StoreClient
+from tensorwire.torch.crossings import Crossing, Lane, Streams, Values
 from tensorwire.torch.page_locking import PageLocks, page_locked
 
-Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
-Streams = Iterable[torch.Stream]
 
+class Way:
+    """Gradients' way down, or values' way up. ``coded``: what goes there is made of what arrives here.
 
-def refuse_capture(stream: torch.Stream) -> None:
-    """Raises `Unsupported` where a graph of kernels is captured on ``stream``: its replays would copy nothing."""
-    if hasattr(stream, "is_capturing") and stream.is_capturing():
-        raise Unsupported(
-            "a graph of the device's kernels is being captured, whose replays would neither push gradients nor wait "
-            "for parameters: use overlap=False"
-        )
-
-
-class Lane:
-    """A device's two streams for copies, and the last use of its parameters."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.down, self.up = torch.Stream(device), torch.Stream(device)
-        self.used = torch.Event(device)
-
-    @property
-    def current(self) -> torch.Stream:
-        """The stream on which this thread computes there."""
-        return torch.accelerator.current_stream(self.device)
-
-    def end_step(self) -> None:
-        """This thread's stream has used parameters and gradients for the last time in this step."""
-        self.wait_for_copies()
-        self.used.record(self.current)
-
-    def wait_for_copies(self) -> None:
-        """A gradient that is set to zero in place after this was copied before."""
-        self.current.wait_stream(self.down)
-
-
-class Crossing:
-    """The pieces of one bucket whose parameters are on one device.
-
-    ``pieces``: their numbers in the bucket. ``tensors``: those of their parameters. ``params``: their places there.
-    ``slots``, ``values``: their places here, for gradients, and for values by buffer.
+    Attributes:
+        direct: Whether the driver page-locks the memory that servers map, all of ``windows``.
     """
 
     def __init__(
         self,
-        lane: Lane,
-        bucket: Bucket,
-        pieces: Sequence[int],
-        params: Sequence[torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        values: Sequence[Sequence[torch.Tensor]],
+        what: str,
+        kind: str,
+        plan: StorePlan,
+        windows: Sequence[Window],
+        *,
+        read_only: bool = False,
+        coded: bool = False,
     ) -> None:
-        self.lane, self.pieces, self._params, self.slots, self.values = lane, pieces, params, slots, values
-        self._pieces = [bucket.pieces[n] for n in pieces]
-        self._copied, self._came = torch.Event(lane.device), torch.Event(lane.device)
-        self._joined: set[int] = set()  # streams that wait for the last copy up
-        self.present: list[bool] = []
+        self._what, self.locks = what, PageLocks(kind)
+        areas = [(window.address + at, nbytes) for _, at, _, nbytes in plan.runs() for window in windows]
+        self.direct = not coded and all(self.locks.lock(*area, read_only=read_only) for area in areas)
+        if not self.direct:
+            self.locks.close()
 
-    def down(self, values: Values, streams: Streams) -> None:
-        """Begins to copy what ``values`` has of this."""
-        self.present = [values[piece.tensor] is not None for piece in self._pieces]
-        self.wait_for_gradients(streams)
-        self.lane.down.wait_event(self._came)
-        with self.lane.down:
-            for piece, slot in zip(self._pieces, self.slots, strict=True):
-                value = values[piece.tensor]
-                if value is not None:
-                    slot.copy_(value[piece.start : piece.stop], non_blocking=True)
-        self._copied.record(self.lane.down)
-
-    def wait_for_gradients(self, streams: Streams) -> None:
-        """What follows on the stream down comes after what was asked for on ``streams``."""
-        for stream in streams:
-            if stream.device_index == self.lane.down.device_index:
-                self.lane.down.wait_stream(stream)
-
-    def landed(self) -> None:
-        """Returns when the bucket may be sent, as far as this goes: its gradients are here, its last values there."""
-        if any(self.present):
-            self.wait_for_copies()
-        else:
-            self.wait_for_values()
-
-    def wait_for_copies(self) -> None:
-        """Waits for the copies down, which come after the last copy up."""
-        self._copied.synchronize()
-
-    def wait_for_values(self) -> None:
-        """Waits for the last copy up."""
-        self._came.synchronize()
-
-    def up(self, buffer: int) -> None:
-        """Begins to copy the values in ``buffer`` into the parameters."""
-        self.wait_for_use()
-        with self.lane.up:
-            for param, value in zip(self._params, self.values[buffer], strict=True):
-                param.copy_(value, non_blocking=True)
-        self._came.record(self.lane.up)
-        self._joined.clear()
-
-    def wait_for_use(self) -> None:
-        """What follows on the stream up comes after the last use of the parameters."""
-        self.lane.up.wait_event(self.lane.used)
-
-    def join(self) -> None:
-        """What this thread computes from now on comes after the last copy up."""
-        stream = self.lane.current
-        if stream.stream_id not in self._joined:
-            refuse_capture(stream)
-            stream.wait_event(self._came)
-            self._joined.add(stream.stream_id)
+    def describe(self) -> str:
+        """For people."""
+        if self.direct:
+            return f"{self._what} directly"
+        return f"{self._what} by one copy more, because {self.locks.refusal or 'they are coded here'}"
 
 
 class DeviceCopies:
     """All copies of one store. ``params``: the parameters, of which some are on devices, contiguous.
 
-    Attributes:
-        refusal: Why copies take another one here, in page-locked memory; empty: they need none.
+    Where the driver does not page-lock the memory that servers map, copies take another one, through memory that is.
     """
 
     def __init__(self, client: StoreClient, params: Sequence[torch.Tensor]) -> None:
@@ -156,9 +61,8 @@ class DeviceCopies:
         self._lanes = {d: Lane(d) for d in dict.fromkeys(p.device for p in params) if d.type != "cpu"}
         kind = next(iter(self._lanes)).type
         self._windows = client.shown_windows()
-        self._locks = PageLocks(kind)
-        self._direct = client.births and self._lock()
-        self.refusal = self._locks.refusal or ("" if self._direct else "gradients are coded here")
+        self._down = Way("gradients", kind, client.plan, [client.gradients], coded=not client.births)
+        self._up = Way("values", kind, client.plan, self._windows, read_only=True)
         # Not detach(): copies up are no changes of the parameters' own version count before `Part.show`.
         self._flat = [p.data.view(-1) if p.device in self._lanes else None for p in params]
         self._crossings = {b.number: self._of_bucket(b) for b in client.order}
@@ -167,26 +71,19 @@ class DeviceCopies:
         self._error: BaseException | None = None
         self.failed = False  # whether the thread that begins copies up has met an error since
         memory = (client.gradients, self._windows)
-        self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), self._locks, memory)
+        locks = (self._down.locks, self._up.locks)
+        self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), locks, memory)
         self._end.atexit = False  # the process ends anyway
-
-    def _lock(self) -> bool:
-        """Page-locks all memory that copies come from and go to; all or none."""
-        areas = [(self._client.gradients, False), *((window, True) for window in self._windows)]
-        for _, at, _, nbytes in self._client.plan.runs():
-            for window, read_only in areas:
-                if not self._locks.lock(window.address + at, nbytes, read_only=read_only):
-                    self._locks.close()
-                    return False
-        return True
 
     def _of_bucket(self, bucket: Bucket) -> list[Crossing]:
         devices = dict.fromkeys(f.device for piece in bucket.pieces if (f := self._flat[piece.tensor]) is not None)
         slot = self._client.memory(bucket)
         shown = [memoryview(w)[bucket.space : bucket.space + bucket.nbytes] for w in self._windows]
-        if devices and not self._direct:
+        if devices and not (self._down.direct and self._up.direct):
+            # Both ways may share it: a bucket goes down when its last copy up is done, and up after it was sent.
             between: memoryview = page_locked(bucket.nbytes).numpy().data
-            slot, shown = between, [between] * len(shown)
+            slot = slot if self._down.direct else between
+            shown = shown if self._up.direct else [between] * len(shown)
         return [self._crossing(self._lanes[device], bucket, slot, shown) for device in devices]
 
     def _crossing(self, lane: Lane, bucket: Bucket, slot: memoryview, shown: Sequence[memoryview]) -> Crossing:
@@ -205,8 +102,8 @@ class DeviceCopies:
 
     def describe(self) -> str:
         """How copies go, for people."""
-        way = f"through page-locked memory, one copy more, because {self.refusal}" if self.refusal else "directly"
-        return f"copied {way} to {', '.join(map(str, self._lanes))}"
+        devices = ", ".join(map(str, self._lanes))
+        return f"from and to {devices}: {self._down.describe()}; {self._up.describe()}"
 
     def crosses(self, bucket: Bucket) -> bool:
         """Whether anything of a bucket is on a device."""
@@ -227,7 +124,7 @@ class DeviceCopies:
         """Returns when a bucket may be sent: its gradients are in its slot, and its last values on the devices."""
         for crossing in self._crossings[bucket.number]:
             crossing.landed()
-            if not self._direct:
+            if not self._down.direct:
                 for n, here, present in zip(crossing.pieces, crossing.slots, crossing.present, strict=True):
                     if present:
                         self._client.copy(bucket, n, here)
@@ -246,7 +143,7 @@ class DeviceCopies:
                 return
             buffer = version % len(self._windows)
             for crossing in self._crossings[bucket.number]:
-                if not self._direct:
+                if not self._up.direct:
                     self._copy(bucket, crossing, buffer)
                 crossing.up(buffer)
             self._issued[bucket.number] = version
@@ -311,11 +208,12 @@ def _settle(lanes: Iterable[Lane]) -> None:
         lane.up.synchronize()
 
 
-def _end(pid: int, lanes: Sequence[Lane], locks: PageLocks, *_memory: object) -> None:
+def _end(pid: int, lanes: Sequence[Lane], locks: Sequence[PageLocks], *_memory: object) -> None:
     """``_memory`` is unmapped after this."""
     if os.getpid() != pid:  # a forked child has nothing on devices
         return
     try:
         _settle(lanes)
     finally:
-        locks.close()
+        for each in locks:
+            each.close()

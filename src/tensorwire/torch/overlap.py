@@ -26,7 +26,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.awaited import Awaited
-from tensorwire.torch.device_copies import Values, refuse_capture
+from tensorwire.torch.crossings import Values, refuse_capture
 from tensorwire.torch.loading import Hook
 from tensorwire.torch.part import Part
 from tensorwire.torch.transfer_thread import TransferThread

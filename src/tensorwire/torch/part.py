@@ -28,7 +28,8 @@ from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
-from tensorwire.torch.device_copies import DeviceCopies, Streams, Values
+from tensorwire.torch.crossings import Streams, Values
+from tensorwire.torch.device_copies import DeviceCopies
 from tensorwire.torch.graph.memory.gradient_slots import close_slots, open_slots
 from tensorwire.torch.shown import Shown
 from tensorwire.torch.state import Share
