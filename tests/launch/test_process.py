@@ -19,7 +19,7 @@ from tests.harness.sandbox import Sandbox
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "process.md"
 SOURCE = Path(tw.__file__).parent
 # Threads of other processes: of the launcher, of servers, of the coordinator, and of tests.
-ELSEWHERE = {"progress", "coordinator", "faulty", "output", "guard", "leash", "wait-"}
+ELSEWHERE = {"coordinator", "faulty", "output", "guard", "leash", "wait-"}
 
 LOOK = """
 import gc, os, resource, signal, sys, threading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -13,11 +14,14 @@ import torch
 from tensorwire._native import Window
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.progress import progress
 from tensorwire.store.rules import tensor_over
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.crossings import Crossing, Lane, Streams, Values
 from tensorwire.torch.page_locking import PageLocks, page_locked
+
+_LARGE = 1 << 30  # bytes that drivers may take seconds for
 
 
 class Way:
@@ -61,8 +65,10 @@ class DeviceCopies:
         self._lanes = {d: Lane(d) for d in dict.fromkeys(p.device for p in params) if d.type != "cpu"}
         kind = next(iter(self._lanes)).type
         self._windows = client.shown_windows()
-        self._down = Way("gradients", kind, client.plan, [client.gradients], coded=not client.births)
-        self._up = Way("values", kind, client.plan, self._windows, read_only=True)
+        large = client.plan.space_bytes >= _LARGE
+        with progress(f"page-locking memory for {kind}") if large else contextlib.nullcontext():
+            self._down = Way("gradients", kind, client.plan, [client.gradients], coded=not client.births)
+            self._up = Way("values", kind, client.plan, self._windows, read_only=True)
         # Not detach(): copies up are no changes of the parameters' own version count before `Part.show`.
         self._flat = [p.data.view(-1) if p.device in self._lanes else None for p in params]
         self._crossings = {b.number: self._of_bucket(b) for b in client.order}
