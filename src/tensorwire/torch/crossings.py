@@ -77,7 +77,8 @@ class Crossing:
     ) -> None:
         self.lane, self.pieces, self._params, self.slots, self.values = lane, pieces, params, slots, values
         self._pieces = [bucket.pieces[n] for n in pieces]
-        self._copied, self._came = torch.Event(lane.device), torch.Event(lane.device)
+        # A thread that waits for one sleeps: others would burn a core that servers need.
+        self._copied, self._came = (torch.Event(lane.device, blocking=True) for _ in range(2))
         self._joined: set[int] = set()  # streams that wait for the last copy up
         self.present: list[bool] = []
 

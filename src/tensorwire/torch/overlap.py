@@ -145,7 +145,7 @@ class _Watched:
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}  # gradients of this round, as they were pushed
         self._rows: dict[int, torch.Tensor | None] = {}  # the same, each as a flat row
         self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
-        self._streams: dict[int, dict[int, torch.Stream]] = {}  # by bucket, and number: what its gradients come from
+        self._streams: dict[int, dict[tuple[int, int], torch.Stream]] = {}  # by bucket: what its gradients come from
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.shown.nowhere()
         self._compiled = False
@@ -214,7 +214,7 @@ class _Watched:
             self._pushed[i] = (p.grad, p.grad._version)
             for bucket in part.buckets[i]:
                 if stream is not None:
-                    self._streams.setdefault(bucket.number, {})[hash(stream)] = stream
+                    self._streams.setdefault(bucket.number, {})[stream.device_index, stream.stream_id] = stream
                 self._missing[bucket.number] -= 1
                 if not self._missing[bucket.number]:
                     self._push(bucket)
