@@ -45,20 +45,28 @@ def test_every_schedule_has_the_bits_of_the_cpu(device: str, whole: bool) -> Non
     assert run_job(schedules, whole, device=device, servers=2, fresh=True).ok() == [[], []]
 
 
-def left_out(job: tw.Job) -> dict[str, bool]:
-    """By wait: whether the lazy schedule has other bits without it, and not with it."""
+TRIES = 5  # whether the lazy schedule shows that the seventh is left out depends on when the server comes to an update
+
+
+def left_out(job: tw.Job) -> dict[str, tuple[bool, bool]]:
+    """By wait: whether the lazy schedule has the right bits with it, and on any worker others without."""
     found = {}
     for wait, (_, options) in WAITS.items():
         stock = train(job, "cpu", **options)
         right = same(train(job, **options), stock)
-        with without(wait):
-            found[wait] = right and not same(train(job, **options), stock)
+        shows = False
+        for _ in range(TRIES):
+            with without(wait):
+                wrong = not same(train(job, **options), stock)
+            if shows := bool(job.all_reduce(int(wrong), "max")):
+                break
+        found[wait] = right, shows
     return found
 
 
 def test_each_wait_that_is_left_out_shows() -> None:
-    first, second = run_job(left_out, fresh=True).ok()
-    assert [wait for wait in WAITS if not first[wait] and not second[wait]] == []
+    for found in run_job(left_out, fresh=True).ok():
+        assert found == dict.fromkeys(WAITS, (True, True))
 
 
 def compare(job: tw.Job, names: list[str], seeds: list[int]) -> list[str]:
