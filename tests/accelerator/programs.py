@@ -72,7 +72,9 @@ def train(
     with late() if held and on != "cpu" else contextlib.nullcontext(Late()) as gate:
         for n in range(steps):
             loss = models.loss(model, n, job.rank, on)
-            gate.hold()
+            if held:
+                optimizer.wait()  # for all of the step before, which the gate must not hold
+                gate.hold()
             loss.backward()
             found += models.read(model)
             optimizer.step()

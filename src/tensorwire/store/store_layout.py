@@ -39,7 +39,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     tensor is a table, of whose rows some travel. ``alike``: all workers' options must be the same in a round, because
     they stand for the parameters that each computes on; the last tensor, of float64, says of which others a worker has
     a gradient, and is not coded. ``shards``: into how many the space is divided, which servers take in turn; None: one
-    per server.
+    per server. ``overlap``: the next forward runs while a round goes on, so what it needs first goes first.
     """
 
     versions: str
@@ -61,6 +61,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     table: TableSpec | None = None
     alike: bool = False
     shards: int | None = None
+    overlap: bool = False
 
     @property
     def mode(self) -> Mode:

@@ -16,6 +16,7 @@ Only 2, 4 and 7 stop a thread. With ``overlap`` that thread is not the one that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -25,6 +26,7 @@ from tensorwire.store.sharding import Bucket
 
 Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 Streams = Iterable[torch.Stream]
+_NAP = 50e-6  # seconds
 
 
 def refuse_capture(stream: torch.Stream) -> None:
@@ -34,6 +36,12 @@ def refuse_capture(stream: torch.Stream) -> None:
             "a graph of the device's kernels is being captured, whose replays would neither push gradients nor wait "
             "for parameters: use overlap=False"
         )
+
+
+def wait_asleep(event: torch.Event) -> None:
+    """Waits for an event without burning a core that servers need, as ``event.synchronize()`` does on CUDA."""
+    while not event.query():
+        time.sleep(_NAP)
 
 
 class Lane:
@@ -77,9 +85,9 @@ class Crossing:
     ) -> None:
         self.lane, self.pieces, self._params, self.slots, self.values = lane, pieces, params, slots, values
         self._pieces = [bucket.pieces[n] for n in pieces]
-        # A thread that waits for one sleeps: others would burn a core that servers need.
-        self._copied, self._came = (torch.Event(lane.device, blocking=True) for _ in range(2))
-        self._joined: set[int] = set()  # streams that wait for the last copy up
+        self._copied, self._came = torch.Event(lane.device), torch.Event(lane.device)
+        self._version = 0
+        self._joined: dict[int, int] = {}  # by stream: the last version whose copy up it waits for
         self.present: list[bool] = []
 
     def down(self, values: Values, streams: Streams) -> None:
@@ -109,20 +117,20 @@ class Crossing:
 
     def wait_for_copies(self) -> None:
         """Waits for the copies down, which come after the last copy up."""
-        self._copied.synchronize()
+        wait_asleep(self._copied)
 
     def wait_for_values(self) -> None:
         """Waits for the last copy up."""
-        self._came.synchronize()
+        wait_asleep(self._came)
 
-    def up(self, buffer: int) -> None:
-        """Begins to copy the values in ``buffer`` into the parameters."""
+    def up(self, version: int, buffer: int) -> None:
+        """Begins to copy the values of a version, which are in ``buffer``, into the parameters."""
         self.wait_for_use()
         with self.lane.up:
             for param, value in zip(self._params, self.values[buffer], strict=True):
                 param.copy_(value, non_blocking=True)
         self._came.record(self.lane.up)
-        self._joined.clear()
+        self._version = version
 
     def wait_for_use(self) -> None:
         """What follows on the stream up comes after the last use of the parameters."""
@@ -130,8 +138,8 @@ class Crossing:
 
     def join(self) -> None:
         """What this thread computes from now on comes after the last copy up."""
-        stream = self.lane.current
-        if stream.stream_id not in self._joined:
+        stream, version = self.lane.current, self._version
+        if self._joined.get(stream.stream_id) != version:
             refuse_capture(stream)
             stream.wait_event(self._came)
-            self._joined.add(stream.stream_id)
+            self._joined[stream.stream_id] = version

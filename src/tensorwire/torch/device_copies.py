@@ -63,23 +63,23 @@ class DeviceCopies:
     def __init__(self, client: StoreClient, params: Sequence[torch.Tensor]) -> None:
         self._client = client
         self._lanes = {d: Lane(d) for d in dict.fromkeys(p.device for p in params) if d.type != "cpu"}
-        kind = next(iter(self._lanes)).type
         self._windows = client.shown_windows()
+        self._first = next(iter(self._lanes))
         large = client.plan.space_bytes >= _LARGE
-        with progress(f"page-locking memory for {kind}") if large else contextlib.nullcontext():
-            self._down = Way("gradients", kind, client.plan, [client.gradients], coded=not client.births)
-            self._up = Way("values", kind, client.plan, self._windows, read_only=True)
+        doing = progress(f"page-locking memory for {self._first.type}") if large else contextlib.nullcontext()
+        with doing, torch.accelerator.device_index(self._first.index):
+            self._down = Way("gradients", self._first.type, client.plan, [client.gradients], coded=not client.births)
+            self._up = Way("values", self._first.type, client.plan, self._windows, read_only=True)
+        memory, locks = (client.gradients, self._windows), (self._down.locks, self._up.locks)
+        self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), locks, memory)
+        self._end.atexit = False  # the process ends anyway
         # Not detach(): copies up are no changes of the parameters' own version count before `Part.show`.
         self._flat = [p.data.view(-1) if p.device in self._lanes else None for p in params]
         self._crossings = {b.number: self._of_bucket(b) for b in client.order}
         self._issued: dict[int, int] = {}  # by bucket: of which version its copies up have begun
-        self._issuing, self._changed = threading.Lock(), threading.Condition()
+        self._issuing, self._lock = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)  # entered by its lock: an interrupt leaves that free
         self._error: BaseException | None = None
-        self.failed = False  # whether the thread that begins copies up has met an error since
-        memory = (client.gradients, self._windows)
-        locks = (self._down.locks, self._up.locks)
-        self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), locks, memory)
-        self._end.atexit = False  # the process ends anyway
 
     def _of_bucket(self, bucket: Bucket) -> list[Crossing]:
         devices = dict.fromkeys(f.device for piece in bucket.pieces if (f := self._flat[piece.tensor]) is not None)
@@ -115,6 +115,10 @@ class DeviceCopies:
         """Whether anything of a bucket is on a device."""
         return bool(self._crossings[bucket.number])
 
+    def enter_thread(self) -> None:
+        """Before the first copy of a thread: it works with a device of ours, and not with the first of the machine."""
+        torch.accelerator.set_device_index(self._first.index)
+
     # ---- gradients
 
     def currents(self) -> list[torch.Stream]:
@@ -145,15 +149,15 @@ class DeviceCopies:
     def up(self, bucket: Bucket, version: int) -> None:
         """Begins to copy a bucket's values of a version, which have come, into the parameters. Idempotent."""
         with self._issuing:
-            if self._issued.get(bucket.number) == version:
+            if self._issued.get(bucket.number, -1) >= version:  # the thread that trains may be ahead of the other
                 return
             buffer = version % len(self._windows)
             for crossing in self._crossings[bucket.number]:
                 if not self._up.direct:
                     self._copy(bucket, crossing, buffer)
-                crossing.up(buffer)
+                crossing.up(version, buffer)
             self._issued[bucket.number] = version
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _copy(self, bucket: Bucket, crossing: Crossing, buffer: int) -> None:
@@ -170,26 +174,32 @@ class DeviceCopies:
 
         `WaitTimeout`: they did not begin in time; what is on its way stays so.
         """
-        if self._issued.get(bucket.number) == version:
+        if self._issued.get(bucket.number, -1) >= version:
             return
         counters.add(host_waits=1)
-        with self._changed:
+        with self._lock:
             # That thread has a limit of its own, with a better message.
             came = self._changed.wait_for(partial(self._is_issued, bucket, version), 2 * self._client.timeout)
-            error, self._error = self._error, None
+            error = self._error
         if error is not None:
             raise error
         if not came:
             raise WaitTimeout(f"no copy of {self._client.name} to a device began in time: is a device busy?")
 
     def _is_issued(self, bucket: Bucket, version: int) -> bool:
-        return self._error is not None or self._issued.get(bucket.number) == version
+        return self._error is not None or self._issued.get(bucket.number, -1) >= version
 
     def fail(self, error: BaseException) -> None:
         """A thread cannot go on: who waits for it raises this."""
-        with self._changed:
-            self._error, self.failed = error, True
+        with self._lock:
+            self._error = error
             self._changed.notify_all()
+
+    def recover(self) -> bool:
+        """Whether a thread has failed since; it is forgotten, because what it did is begun again."""
+        with self._lock:
+            error, self._error = self._error, None
+            return error is not None
 
     def join(self, buckets: Iterable[Bucket]) -> None:
         """What this thread computes from now on comes after the last copies up."""

@@ -121,7 +121,8 @@ class Overlap:
         watched, self._watched = self._watched, []
         try:
             for each in watched:
-                each.part.arrive(range(len(each.part.params)))
+                if not each.part.client.course.broken:
+                    each.part.arrive(range(len(each.part.params)))
         finally:
             self._pull_thread.close(_CLOSE_SECONDS)
             for each in watched:
@@ -208,6 +209,8 @@ class _Watched:
             return
         assert p.grad is not None
         stream = None if p.is_cpu else _current(p)
+        if stream is not None:
+            self._row(i)  # on this stream, where it is a copy
         with part.client.course.unit(f"step {part.client.updates}"):
             if not self._missing:
                 self._count()
@@ -293,7 +296,7 @@ class _Watched:
         self.arrive(inside)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._inside -= 1
+        self._inside = max(0, self._inside - 1)  # one whose module raised before it was entered counts for none
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _compile(self) -> None:
@@ -314,6 +317,8 @@ def _carry(send: Callable[[Bucket, Values], None], part: Part, bucket: Bucket, v
     """Pushes a bucket on that thread."""
     step, start = part.client.step, clock()
     try:
+        if part.copies is not None:
+            part.copies.enter_thread()
         with torch.no_grad():
             send(bucket, values)
     except BaseException as error:  # the round lacks it from now on
@@ -329,6 +334,7 @@ def _bring(part: Part, version: int) -> None:
     """Copies a version to devices on that thread."""
     assert part.copies is not None
     try:
+        part.copies.enter_thread()
         with torch.no_grad():
             part.bring(version)
     except BaseException as error:
@@ -338,6 +344,5 @@ def _bring(part: Part, version: int) -> None:
 def _recall(overlap: Overlap, part: Part) -> None:
     """Somebody waits for copies to devices: if that thread has met an error, it begins again."""
     assert part.copies is not None
-    if part.copies.failed:
-        part.copies.failed = False
+    if part.copies.recover():
         overlap.pull(part)

@@ -75,9 +75,13 @@ class PageLocks:
 
     def close(self) -> None:
         """Unlocks everything. Nothing may be copied from or to it any more. Idempotent."""
-        while self._locked:
-            assert self._driver is not None
-            self._driver.unlock(self._locked.pop())
+        try:
+            while self._locked:
+                assert self._driver is not None
+                self._driver.unlock(self._locked.pop())
+        finally:
+            if self._locked:  # the first error is raised, and the rest is unlocked all the same
+                self.close()
 
 
 def page_locked(nbytes: int) -> torch.Tensor:

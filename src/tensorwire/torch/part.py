@@ -88,9 +88,13 @@ class Part:
             for i in {piece.tensor for piece in bucket.pieces}:
                 self.buckets[i].append(bucket)
         self.slots = open_slots(self.client, self.params, self.buckets)
-        self.shown = Shown(self.client, self.names, self.params, 2 if settings.overlap else 1)
-        on_devices = not all(p.is_cpu for p in self.params)
-        self.copies = DeviceCopies(self.client, self.shown.values[0]) if on_devices else None
+        try:
+            self.shown = Shown(self.client, self.names, self.params, 2 if settings.overlap else 1)
+            on_devices = not all(p.is_cpu for p in self.params)
+            self.copies = DeviceCopies(self.client, self.shown.values[0]) if on_devices else None
+        except BaseException as error:  # such as a device without memory: the other workers wait for this one
+            worker.fail(error)
+            raise
         self.recall: Callable[[], object] = lambda: None  # where another thread begins copies to devices: it goes on
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
@@ -121,6 +125,7 @@ class Part:
             settings_of(settings.mode),
             compression=settings.compression,
             shards=settings.shards,
+            overlap=settings.overlap,
         )
         return join_store(worker, spec)
 
@@ -159,6 +164,7 @@ class Part:
 
     def skip_round(self) -> None:
         """A round in place of gradients: this step is left out by all workers."""
+        self.settle()
         self.client.begin(StepOperation.SKIP, self.options())
 
     def open_round(self, max_norm: float) -> None:
@@ -271,8 +277,10 @@ class Part:
             return
         self.copies.end_step()
         version, copies = self.latest, self.copies
-        self.client.wait(lambda bucket: copies.up(bucket, version))
-        copies.join(self.client.order)
+        try:
+            self.client.wait(lambda bucket: copies.up(bucket, version))
+        finally:  # also where that is interrupted
+            copies.join(self.client.order)
 
     def bring(self, version: int) -> None:
         """Begins to copy a version to devices, bucket by bucket, as it comes."""
