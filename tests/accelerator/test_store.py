@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
+from tensorwire.store.sharding import Bucket
+from tensorwire.torch.device_copies import DeviceCopies
 from tests.accelerator import features, models, simulated
 from tests.accelerator.features import FEATURES, named, saved_and_loaded
 from tests.accelerator.left_out import WAITS, without
-from tests.accelerator.programs import Driver, prepare, same, train
+from tests.accelerator.programs import Driver, Found, prepare, same, train
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
 
@@ -180,3 +185,51 @@ BUCKETS = 17  # of the model
 def test_without_overlap_it_waits_for_each_bucket() -> None:
     for _, ours, _ in run_job(waits, False, fresh=True).ok():
         assert ours == [BUCKETS] * 4
+
+
+def lagging(job: tw.Job, on: str) -> Found:
+    """The thread that pulls is held up with version 3 until the one that trains has begun the copies of the next."""
+    prepare(0)
+    model = features.Split(("cpu", on, on))
+    optimizer = features.made(model, bucket_bytes=1 << 20, overlap=True)
+    (part,) = optimizer._parts
+    begin, late, overtaken, used = DeviceCopies.up, threading.Event(), threading.Event(), threading.Event()
+
+    def up(copies: DeviceCopies, bucket: Bucket, version: int) -> None:
+        pulls = threading.current_thread().name == "tensorwire-pull"
+        if pulls and version == 3:
+            overtaken.wait(30)
+        begin(copies, bucket, version)
+        if pulls and version == 3:
+            late.set()
+            used.wait(30)
+        if version == 4:
+            overtaken.set()
+
+    with mock.patch.object(DeviceCopies, "up", up):
+        for n in range(6):
+            optimizer.zero_grad()
+            while not all(part.client.has(bucket, part.latest) for bucket in part.client.order):
+                time.sleep(0.001)  # then the thread that trains need not wait for the other one
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * n + job.rank))
+            if part.latest == 4 and on != "cpu":
+                part.arrive(range(len(part.params)))
+                assert late.wait(30)
+                simulated.settle()
+            model(x).square().sum().backward()
+            if part.latest == 4 and on != "cpu":
+                simulated.settle()
+                used.set()
+            optimizer.step()
+    return features.ended(optimizer, model)
+
+
+def compare_lagging(job: tw.Job) -> bool:
+    torch.manual_seed(0)
+    stock = lagging(job, "cpu")
+    torch.manual_seed(0)
+    return same(lagging(job, "sim:0"), stock)
+
+
+def test_a_thread_that_pulls_late_brings_no_old_values() -> None:
+    assert run_job(compare_lagging, fresh=True).ok() == [True, True]
