@@ -62,19 +62,21 @@ def case_read_before_the_copy_to_the_host_is_done() -> None:
     shows(program)
 
 
-def case_copied_before_it_is_computed() -> None:
-    def program(waits: bool) -> tuple[Tensor, Tensor]:
-        host, side = on_host(), torch.Stream(DEVICE)
-        y = torch.full((N,), 3.0, device=DEVICE) * 2 + 1
-        if waits:
-            side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            host.copy_(y, non_blocking=True)
-        y.record_stream(side)
-        side.synchronize()
-        return host.clone(), torch.full((N,), 7.0)
+def copied(waits: bool) -> tuple[Tensor, Tensor]:
+    """A copy to the host on a stream that has to wait for what computes its source."""
+    host, side = on_host(), torch.Stream(DEVICE)
+    y = torch.full((N,), 3.0, device=DEVICE) * 2 + 1
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        host.copy_(y, non_blocking=True)
+    y.record_stream(side)
+    side.synchronize()
+    return host.clone(), torch.full((N,), 7.0)
 
-    shows(program)
+
+def case_copied_before_it_is_computed() -> None:
+    shows(copied)
 
 
 def case_source_overwritten_before_it_is_copied_to_the_device() -> None:
@@ -149,16 +151,9 @@ def case_found_in_memory_of_an_earlier_step() -> None:
     """The same program again and again: what an earlier run has left there must not make this one right."""
 
     def program(waits: bool) -> tuple[Tensor, Tensor]:
-        host, side = on_host(), torch.Stream(DEVICE)
-        y = torch.full((N,), 3.0, device=DEVICE) * 2 + 1
-        if waits:
-            side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            host.copy_(y, non_blocking=True)
-        y.record_stream(side)
-        side.synchronize()
+        found = copied(waits)
         torch.accelerator.synchronize()
-        return host.clone(), torch.full((N,), 7.0)
+        return found
 
     for _ in range(5):
         shows(program)

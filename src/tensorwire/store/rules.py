@@ -90,6 +90,11 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
 
 
+def pieces_over(plan: StorePlan, memory: memoryview, pieces: Sequence[Piece], start: int = 0) -> list[torch.Tensor]:
+    """Flat tensors over a bucket's ``pieces``; the bucket begins at the byte ``start`` of ``memory``."""
+    return [tensor_over(memory, plan.tensors[p.tensor].dtype, start + p.offset, p.stop - p.start) for p in pieces]
+
+
 class _TensorValues(PieceValues):
     """The same as tensors. An optimizer updates ``master``, by its gradient: what the pushes of a round came to."""
 

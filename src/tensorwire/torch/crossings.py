@@ -70,8 +70,8 @@ class Lane:
 class Crossing:
     """The pieces of one bucket whose parameters are on one device.
 
-    ``pieces``: their numbers in the bucket. ``tensors``: those of their parameters. ``params``: their places there.
-    ``slots``, ``values``: their places here, for gradients, and for values by buffer.
+    ``pieces``: their numbers in the bucket. ``params``: their places there. ``slots``, ``values``: their places here,
+    for gradients, and for values by buffer. ``shown``: by buffer, where values come from, if not from there.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class Crossing:
         params: Sequence[torch.Tensor],
         slots: Sequence[torch.Tensor],
         values: Sequence[Sequence[torch.Tensor]],
+        shown: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        self.lane, self.pieces, self._params, self.slots, self.values = lane, pieces, params, slots, values
+        self.lane, self.pieces, self._params, self.slots = lane, pieces, params, slots
+        self.values, self.shown = values, shown
         self._pieces = [bucket.pieces[n] for n in pieces]
         self._copied, self._came = torch.Event(lane.device), torch.Event(lane.device)
         self._version = 0

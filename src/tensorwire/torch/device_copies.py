@@ -15,7 +15,7 @@ from tensorwire._native import Window
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.progress import progress
-from tensorwire.store.rules import tensor_over
+from tensorwire.store.rules import pieces_over
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.crossings import Crossing, Lane, Streams, Values
@@ -73,7 +73,7 @@ class DeviceCopies:
         memory, locks = (client.gradients, self._windows), (self._down.locks, self._up.locks)
         self._end = weakref.finalize(self, _end, os.getpid(), list(self._lanes.values()), locks, memory)
         self._end.atexit = False  # the process ends anyway
-        # Not detach(): copies up are no changes of the parameters' own version count before `Part.show`.
+        # Not detach(): copies up are no changes of the parameters' own version count before `Shown.show`.
         self._flat = [p.data.view(-1) if p.device in self._lanes else None for p in params]
         self._crossings = {b.number: self._of_bucket(b) for b in client.order}
         self._issued: dict[int, int] = {}  # by bucket: of which version its copies up have begun
@@ -85,26 +85,30 @@ class DeviceCopies:
         devices = dict.fromkeys(f.device for piece in bucket.pieces if (f := self._flat[piece.tensor]) is not None)
         slot = self._client.memory(bucket)
         shown = [memoryview(w)[bucket.space : bucket.space + bucket.nbytes] for w in self._windows]
+        values = shown
         if devices and not (self._down.direct and self._up.direct):
             # Both ways may share it: a bucket goes down when its last copy up is done, and up after it was sent.
             between: memoryview = page_locked(bucket.nbytes).numpy().data
             slot = slot if self._down.direct else between
-            shown = shown if self._up.direct else [between] * len(shown)
-        return [self._crossing(self._lanes[device], bucket, slot, shown) for device in devices]
+            values = shown if self._up.direct else [between] * len(shown)
+        return [self._crossing(self._lanes[device], bucket, slot, values, shown) for device in devices]
 
-    def _crossing(self, lane: Lane, bucket: Bucket, slot: memoryview, shown: Sequence[memoryview]) -> Crossing:
+    def _crossing(
+        self,
+        lane: Lane,
+        bucket: Bucket,
+        slot: memoryview,
+        values: Sequence[memoryview],
+        shown: Sequence[memoryview],
+    ) -> Crossing:
         numbers, params = [], []
         for n, piece in enumerate(bucket.pieces):
             flat = self._flat[piece.tensor]
             if flat is not None and flat.device == lane.device:
                 numbers.append(n)
                 params.append(flat[piece.start : piece.stop])
-
-        def over(memory: memoryview) -> list[torch.Tensor]:
-            tensors, pieces = self._client.plan.tensors, [bucket.pieces[n] for n in numbers]
-            return [tensor_over(memory, tensors[p.tensor].dtype, p.offset, p.stop - p.start) for p in pieces]
-
-        return Crossing(lane, bucket, numbers, params, over(slot), [over(memory) for memory in shown])
+        over = partial(pieces_over, self._client.plan, pieces=[bucket.pieces[n] for n in numbers])
+        return Crossing(lane, bucket, numbers, params, over(slot), list(map(over, values)), list(map(over, shown)))
 
     def describe(self) -> str:
         """How copies go, for people."""
@@ -149,37 +153,28 @@ class DeviceCopies:
     def up(self, bucket: Bucket, version: int) -> None:
         """Begins to copy a bucket's values of a version, which have come, into the parameters. Idempotent."""
         with self._issuing:
-            if self._issued.get(bucket.number, -1) >= version:  # the thread that trains may be ahead of the other
+            if self._is_issued(bucket, version):  # the thread that trains may be ahead of the other
                 return
             buffer = version % len(self._windows)
             for crossing in self._crossings[bucket.number]:
                 if not self._up.direct:
-                    self._copy(bucket, crossing, buffer)
+                    _copy(crossing, buffer)
                 crossing.up(version, buffer)
             self._issued[bucket.number] = version
         with self._lock:
             self._changed.notify_all()
-
-    def _copy(self, bucket: Bucket, crossing: Crossing, buffer: int) -> None:
-        """Values into the page-locked memory, which the last copies down and up are done with."""
-        shown = memoryview(self._windows[buffer])[bucket.space : bucket.space + bucket.nbytes]
-        for n, room in zip(crossing.pieces, crossing.values[buffer], strict=True):
-            piece = bucket.pieces[n]
-            dtype = self._client.plan.tensors[piece.tensor].dtype
-            room.copy_(tensor_over(shown, dtype, piece.offset, piece.stop - piece.start))
-            counters.add(copies=1, copied_bytes=room.nbytes)
 
     def wait(self, bucket: Bucket, version: int) -> None:
         """Returns when copies up of a version have begun, in another thread. Raises what came of that thread.
 
         `WaitTimeout`: they did not begin in time; what is on its way stays so.
         """
-        if self._issued.get(bucket.number, -1) >= version:
+        if self._is_issued(bucket, version):
             return
         counters.add(host_waits=1)
         with self._lock:
             # That thread has a limit of its own, with a better message.
-            came = self._changed.wait_for(partial(self._is_issued, bucket, version), 2 * self._client.timeout)
+            came = self._changed.wait_for(partial(self._is_over, bucket, version), 2 * self._client.timeout)
             error = self._error
         if error is not None:
             raise error
@@ -187,7 +182,10 @@ class DeviceCopies:
             raise WaitTimeout(f"no copy of {self._client.name} to a device began in time: is a device busy?")
 
     def _is_issued(self, bucket: Bucket, version: int) -> bool:
-        return self._error is not None or self._issued.get(bucket.number, -1) >= version
+        return self._issued.get(bucket.number, -1) >= version
+
+    def _is_over(self, bucket: Bucket, version: int) -> bool:
+        return self._error is not None or self._is_issued(bucket, version)
 
     def fail(self, error: BaseException) -> None:
         """A thread cannot go on: who waits for it raises this."""
@@ -216,6 +214,13 @@ class DeviceCopies:
     def close(self) -> None:
         """Waits for all copies, and unlocks memory. Idempotent."""
         self._end()
+
+
+def _copy(crossing: Crossing, buffer: int) -> None:
+    """Values into the page-locked memory, which the last copies down and up are done with."""
+    for room, value in zip(crossing.values[buffer], crossing.shown[buffer], strict=True):
+        room.copy_(value)
+        counters.add(copies=1, copied_bytes=room.nbytes)
 
 
 def _settle(lanes: Iterable[Lane]) -> None:

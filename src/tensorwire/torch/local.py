@@ -21,7 +21,7 @@ from tensorwire.store.client_state import load_state
 from tensorwire.store.course import Course
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
 from tensorwire.store.modes import Local
-from tensorwire.store.rules import tensor_over
+from tensorwire.store.rules import pieces_over
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
@@ -61,8 +61,7 @@ class LocalTraining:
         self.assign()
 
     def _pieces(self, memory: memoryview, bucket: Bucket, start: int) -> list[torch.Tensor]:
-        tensors = self.client.plan.tensors
-        return [tensor_over(memory, tensors[p.tensor].dtype, start + p.offset, p.stop - p.start) for p in bucket.pieces]
+        return pieces_over(self.client.plan, memory, bucket.pieces, start)
 
     def summary(self) -> str:
         """One line for people."""
