@@ -263,7 +263,7 @@ NB_MODULE(_native, m) {
           "Copies, then stores the signal with release.");
 
     nb::class_<Window>(m, "Window", "A view of regions, side by side in one address range: copy-on-write, or shared.", nb::type_slots(window_slots))
-        .def(nb::init<u64, bool>(), "nbytes"_a, "shared"_a = false)
+        .def(nb::init<u64, bool, bool>(), "nbytes"_a, "shared"_a = false, "read_only"_a = false)
         .def("place", [](Window& w, u64 offset, const Memory& memory, u64 source, u64 length) { w.place(offset, memory.span, source, length); },
              "offset"_a, "memory"_a, "source"_a, "length"_a)
         .def("refresh", &Window::refresh, "offset"_a, "length"_a, nb::call_guard<Unlocked>())

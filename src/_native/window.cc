@@ -12,7 +12,8 @@ namespace tw {
 
 [[noreturn]] static void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
-Window::Window(u64 size, bool shared) : nbytes((size + page - 1) / page * page), shared_(shared) {
+Window::Window(u64 size, bool shared, bool read_only)
+    : nbytes((size + page - 1) / page * page), shared_(shared), read_only_(read_only) {
     if (size > largest) fail(ENOMEM, "reserve");
     void* p = mmap(nullptr, std::max(nbytes, page), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail(errno, "reserve");
@@ -41,7 +42,7 @@ void Window::show(const Extent& e, u64 from, u64 length) {
     const off_t at = static_cast<off_t>(e.span->file_offset() + e.source + (from - e.offset));
     void* p = mmap(base + from, length, PROT_READ, flags, e.span->file(), at);
     if (p == MAP_FAILED) fail(errno, "mmap");
-    if (shared_ && !e.span->writable) return;
+    if (read_only_) return;
     if (mprotect(p, length, PROT_READ | PROT_WRITE)) fail(errno, "mprotect");
 }
 
@@ -49,6 +50,7 @@ void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 lengt
     if (offset % page || source % page || length % page || offset > nbytes || length > nbytes - offset) fail(EINVAL, "window");
     const u64 room = (span->nbytes + page - 1) / page * page;
     if (span->file() < 0 || source > room || length > room - source) fail(EINVAL, "window");
+    if (shared_ && !read_only_ && !span->writable) fail(EACCES, "window");
     if (!length) return;
     Extent e{offset, source, length, std::move(span)};
     show(e, offset, length);

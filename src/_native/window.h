@@ -3,7 +3,7 @@
 // A framework's parameter lives in a window that copies on write. It shows other processes' writes into the region,
 // while a stray in-place write of user code lands in a private page, where it does no harm and the kernel's pagemap
 // shows it. A gradient is born in a shared window, whose writes reach the region. In a forked child that window copies
-// on write, like the child's other memory. A shared window of a region that cannot be written to can only be read.
+// on write, like the child's other memory. A read-only window takes regions that cannot be written to.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@ namespace tw {
 
 class Window final : private AtFork {
   public:
-    explicit Window(u64 nbytes, bool shared = false);  // reserves address space only
+    explicit Window(u64 nbytes, bool shared = false, bool read_only = false);  // reserves address space only
     ~Window();
     Window(const Window&) = delete;
     Window& operator=(const Window&) = delete;
@@ -38,7 +38,7 @@ class Window final : private AtFork {
     void show(const Extent& extent, u64 from, u64 length);
     std::vector<Extent> extents_;
     std::vector<u64> entries_;
-    const bool shared_;
+    const bool shared_, read_only_;
     int pagemap_ = -1;
 };
 

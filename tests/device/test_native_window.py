@@ -131,11 +131,13 @@ def test_a_forked_child_has_a_shared_window_for_itself(size: int) -> None:
     assert array(memory)[0] == array(window)[0]
 
 
-def test_a_shared_window_of_memory_that_cannot_be_written_can_only_be_read(size: int) -> None:
+def test_a_shared_window_takes_no_memory_that_cannot_be_written_unless_it_is_read_only(size: int) -> None:
     memory = Memory.allocate(size)
     array(memory)[:] = pattern(1, size)
     fd = os.dup(memory.fd)
-    window = Window(size, shared=True)
+    with pytest.raises(OSError):
+        Window(size, shared=True).place(0, Memory.map(fd, False), 0, size)
+    window = Window(size, shared=True, read_only=True)
     window.place(0, Memory.map(fd, False), 0, size)
     os.close(fd)
     assert np.array_equal(array(window), pattern(1, size))

@@ -72,7 +72,7 @@ def _mapped(nbytes: int, *, shared: bool, read_only: bool = False, flag: bool = 
     """Memory as the store maps it, from one memfd or several."""
     each = nbytes // files
     owned = [Memory.allocate(each) for _ in range(files)]
-    window = Window(nbytes, shared=shared)
+    window = Window(nbytes, shared=shared, read_only=read_only)
     for n, memory in enumerate(owned):
         fd = os.dup(memory.fd)
         window.place(n * each, Memory.map(fd, not read_only), 0, each)

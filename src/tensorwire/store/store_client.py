@@ -175,7 +175,7 @@ class StoreClient(StoreEnd):
         """The same as ``windows``, without copy-on-write, to be read alone: a driver that knew the others' memory would
         know private copies.
         """
-        shown = [Window(self.plan.space_bytes, shared=True) for _ in self.windows]
+        shown = [Window(self.plan.space_bytes, shared=True, read_only=True) for _ in self.windows]
         self._place_parameters(shown)
         return shown
 
