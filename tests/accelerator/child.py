@@ -1,7 +1,7 @@
-"""Runs a module's cases in a process of its own, whose torch has the simulated accelerator: tests ask how each went.
+"""Runs cases in a process of its own, whose torch has the simulated accelerator: tests ask how each went.
 
-A case is a function whose name begins with ``case_``. One process runs all of a module, because starting torch takes
-longer than most cases.
+A case is a function of one of our modules whose name begins with ``case_``. One process runs all of them, because
+starting torch takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,24 +33,25 @@ def cases_of(module: str) -> dict[str, Callable[[], None]]:
 
 
 class Results:
-    """How the cases of a module went, in a process that is over."""
+    """How the cases of some modules went, in a process that is over."""
 
-    def __init__(self, module: str, file: Path) -> None:
+    def __init__(self, modules: Sequence[str], file: Path) -> None:
         simulated.build()  # compiling has no limit of time
-        words = [sys.executable, "-W", "error", "-m", "tests.accelerator.child", module, str(file)]
+        words = [sys.executable, "-W", "error", "-m", "tests.accelerator.child", str(file), *modules]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
         self._end = f"status {done.returncode}\n{done.stdout}{done.stderr}"
         self._went: dict[str, str] = {}
         for line in file.read_text().splitlines() if file.exists() else []:
             self._went.update(json.loads(line))
 
-    def check(self, case: str) -> None:
+    def check(self, module: str, case: str) -> None:
         """Fails with the case's traceback, or with the words of a process that ended before it."""
+        case = f"{module}.{case}"
         assert case in self._went, f"the process ended before: {self._end}"
         assert self._went[case] == "", f"\n{self._went[case]}"
 
 
-def main(module: str, file: str) -> None:
+def main(file: str, *modules: str) -> None:
     """Runs all cases, and writes a line for each. If one hangs, it says where, and ends also without its parent."""
     faulthandler.dump_traceback_later(0.9 * SECONDS, exit=True)
     simulated.load()
@@ -58,9 +59,10 @@ def main(module: str, file: str) -> None:
 
     torch.set_num_threads(1)  # as in the runs on the CPU that they are compared with
     with open(file, "w") as lines:
-        for name, case in cases_of(module).items():
-            lines.write(json.dumps({name: _run(case)}) + "\n")
-            lines.flush()
+        for module in modules:
+            for name, case in cases_of(module).items():
+                lines.write(json.dumps({f"{module}.{name}": _run(case)}) + "\n")
+                lines.flush()
 
 
 def _run(case: Callable[[], None]) -> str:

@@ -14,7 +14,7 @@ from tensorwire import errors
 from tests.accelerator import models, simulated
 from tests.accelerator.features import made
 from tests.accelerator.programs import prepare
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 
 if why := simulated.unavailable():
     pytest.skip(why, allow_module_level=True)
@@ -38,15 +38,6 @@ def at_construction(job: tw.Job) -> list[str]:
         said(lambda: tw.torch.StoreOptimizer(sharing, torch.optim.SGD, lr=0.1), errors.ArgumentError),
         said(lambda: tw.torch.place(nn.Sequential(net, nn.Linear(4, 4)), {"0": 0, "1": 0}), errors.Unsupported),
     ]
-
-
-def test_at_construction() -> None:
-    for sparse, mode, shared, cut in run_job(at_construction, workers=1, fresh=True).ok():
-        assert "sparse gradients on sim:0: build its embedding with sparse=False" in sparse
-        assert "overlap=True works with mode=Sync()" in mode
-        assert "share memory" in shared
-        assert "on sim:0: place() takes models whose tensors are plain ones on the CPU" in cut
-        assert all("\n" not in text for text in (sparse, mode, shared, cut))
 
 
 def in_steps(job: tw.Job) -> list[str]:
@@ -95,9 +86,24 @@ def in_steps(job: tw.Job) -> list[str]:
     return found
 
 
-def test_in_steps() -> None:
-    ended = run_job(in_steps, workers=1, fresh=True)
-    capture, forward, second, clipped, scaled, changed, moved = ended.results[0] or ended.errors
+@pytest.fixture(scope="module")
+def found() -> list[list[str]]:
+    ended = run_job(in_turn, at_construction, in_steps, workers=1, fresh=True)
+    assert ended.results[0], ended.errors
+    return ended.results[0]
+
+
+def test_at_construction(found: list[list[str]]) -> None:
+    sparse, mode, shared, cut = found[0]
+    assert "sparse gradients on sim:0: build its embedding with sparse=False" in sparse
+    assert "overlap=True works with mode=Sync()" in mode
+    assert "share memory" in shared
+    assert "on sim:0: place() takes models whose tensors are plain ones on the CPU" in cut
+    assert all("\n" not in text for text in (sparse, mode, shared, cut))
+
+
+def test_in_steps(found: list[list[str]]) -> None:
+    capture, forward, second, clipped, scaled, changed, moved = found[1]
     assert "a graph of the device's kernels is being captured" in capture
     assert forward == capture
     assert "second gradient" in second

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from tests.accelerator import features, models, simulated
 from tests.accelerator.features import FEATURES, named, saved_and_loaded
 from tests.accelerator.left_out import WAITS, without
 from tests.accelerator.programs import Driver, Found, prepare, same, train
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.levels import mostly_long
 
 if why := simulated.unavailable():
@@ -49,30 +51,6 @@ def schedules(job: tw.Job, whole: bool) -> list[str]:
 )
 def test_every_schedule_has_the_bits_of_the_cpu(device: str, whole: bool) -> None:
     assert run_job(schedules, whole, device=device, servers=2 if whole else 1, fresh=True).ok() == [[], []]
-
-
-TRIES = 5  # whether the lazy schedule shows that the seventh is left out depends on when the server comes to an update
-
-
-def left_out(job: tw.Job) -> dict[str, tuple[bool, bool]]:
-    """By wait: whether the lazy schedule has the right bits with it, and on any worker others without."""
-    found = {}
-    for wait, (_, options) in WAITS.items():
-        stock = train(job, "cpu", **options)
-        right = same(train(job, **options), stock)
-        shows = False
-        for _ in range(TRIES):
-            with without(wait):
-                wrong = not same(train(job, **options), stock)
-            if shows := bool(job.all_reduce(int(wrong), "max")):
-                break
-        found[wait] = right, shows
-    return found
-
-
-def test_each_wait_that_is_left_out_shows() -> None:
-    for found in run_job(left_out, fresh=True).ok():
-        assert found == dict.fromkeys(WAITS, (True, True))
 
 
 def compare(job: tw.Job, names: list[str], seeds: list[int]) -> list[str]:
@@ -107,6 +85,9 @@ def test_what_users_do_has_the_bits_of_the_cpu(names: list[str], device: str) ->
     assert run_job(compare, names, seeds, device=device, fresh=True).ok() == [[], []]
 
 
+# Short programs, in one job
+
+
 def checkpoints(job: tw.Job) -> list[str]:
     """Saved on one device and loaded on another, also on the CPU."""
     prepare(0)
@@ -117,12 +98,11 @@ def checkpoints(job: tw.Job) -> list[str]:
     return wrong
 
 
-def test_a_checkpoint_goes_from_any_device_to_any() -> None:
-    assert run_job(checkpoints, fresh=True).ok() == [[], []]
-
-
 def autocast(job: tw.Job) -> list[bool]:
-    """With autocast, whose operators on a device are others than on the CPU: beside torch's optimizer on the device."""
+    """With autocast, whose operators on a device are others than on the CPU: beside torch's optimizer on the device.
+
+    All workers have the same gradients, whose mean has the same bits.
+    """
     prepare(0)
     found = []
     for dtype, scaled in ((torch.bfloat16, False), (torch.float16, True)):
@@ -146,8 +126,23 @@ def autocast(job: tw.Job) -> list[bool]:
     return found
 
 
-def test_autocast_has_the_bits_of_the_device_alone() -> None:
-    assert run_job(autocast, workers=1, fresh=True).ok() == [[True, True]]
+TRIES = 5  # whether the lazy schedule shows that the seventh is left out depends on when the server comes to an update
+
+
+def left_out(job: tw.Job) -> dict[str, tuple[bool, bool]]:
+    """By wait: whether the lazy schedule has the right bits with it, and on any worker others without."""
+    found = {}
+    for wait, (_, options) in WAITS.items():
+        stock = train(job, "cpu", **options)
+        right = same(train(job, **options), stock)
+        shows = False
+        for _ in range(TRIES):
+            with without(wait):
+                wrong = not same(train(job, **options), stock)
+            if shows := bool(job.all_reduce(int(wrong), "max")):
+                break
+        found[wait] = right, shows
+    return found
 
 
 def waits(job: tw.Job, overlap: bool) -> tuple[list[int], list[int], list[int]]:
@@ -170,8 +165,8 @@ def waits(job: tw.Job, overlap: bool) -> tuple[list[int], list[int], list[int]]:
     return theirs, ours, copies
 
 
-def test_the_thread_that_trains_waits_for_nothing_but_new_values() -> None:
-    for theirs, ours, copies in run_job(waits, True, fresh=True).ok():
+def test_the_thread_that_trains_waits_for_nothing_but_new_values(short: Short) -> None:
+    for theirs, ours, copies in short("waits"):
         assert theirs == [0] * 4
         assert ours[0] == 0  # there is nothing to wait for yet; later it depends on when values come
         assert copies == [0] * 4
@@ -180,8 +175,8 @@ def test_the_thread_that_trains_waits_for_nothing_but_new_values() -> None:
 BUCKETS = 17  # of the model
 
 
-def test_without_overlap_it_waits_for_each_bucket() -> None:
-    for _, ours, _ in run_job(waits, False, fresh=True).ok():
+def test_without_overlap_it_waits_for_each_bucket(short: Short) -> None:
+    for _, ours, _ in short("waits, overlap=False"):
         assert ours == [BUCKETS] * 4
 
 
@@ -229,5 +224,36 @@ def compare_lagging(job: tw.Job) -> bool:
     return same(lagging(job, "sim:0"), stock)
 
 
-def test_a_thread_that_pulls_late_brings_no_old_values() -> None:
-    assert run_job(compare_lagging, fresh=True).ok() == [True, True]
+def test_a_thread_that_pulls_late_brings_no_old_values(short: Short) -> None:
+    assert short("lagging") == [True, True]
+
+
+def test_a_checkpoint_goes_from_any_device_to_any(short: Short) -> None:
+    assert short("checkpoints") == [[], []]
+
+
+def test_autocast_has_the_bits_of_the_device_alone(short: Short) -> None:
+    assert short("autocast") == [[True, True]] * 2
+
+
+def test_each_wait_that_is_left_out_shows(short: Short) -> None:
+    for found in short("left out"):
+        assert found == dict.fromkeys(WAITS, (True, True))
+
+
+SHORT: dict[str, Callable[[tw.Job], Any]] = {
+    "left out": left_out,
+    "checkpoints": checkpoints,
+    "autocast": autocast,
+    "waits": partial(waits, overlap=True),
+    "waits, overlap=False": partial(waits, overlap=False),
+    "lagging": compare_lagging,
+}
+Short = Callable[[str], list[Any]]  # what each worker found
+
+
+@pytest.fixture(scope="module")
+def short() -> Short:
+    """They run when the first is asked for: processes of a job take longer to begin than most take to run."""
+    found = [dict(zip(SHORT, each, strict=True)) for each in run_job(in_turn, *SHORT.values(), fresh=True).ok()]
+    return lambda name: [each[name] for each in found]
