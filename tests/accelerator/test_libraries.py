@@ -23,6 +23,7 @@ from tensorwire import errors
 from tests.accelerator import simulated
 from tests.accelerator.programs import BUCKET, prepare
 from tests.harness.jobs import run_job
+from tests.levels import mostly_long
 from tests.torch.test_stock_libraries import batches, model, state, words, words_model
 
 if why := simulated.unavailable():
@@ -31,7 +32,7 @@ if why := simulated.unavailable():
 pytestmark = pytest.mark.slow
 
 DEVICE = "sim:0"
-SEEDS = (0, 1)
+SEEDS = (0,)
 STEPS = 4  # of two batches each
 Outcome = tuple[dict[str, torch.Tensor], Any]  # the model that a training ends with, and what else it saw
 
@@ -341,7 +342,7 @@ def run_cases(job: tw.Job, library: str, folder: Path) -> tuple[list[str], bool,
     return wrong, not equal(*stock), refused(folder)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", mostly_long([*LIBRARIES], LIBRARIES.keys() - {"accelerate"}))  # the Trainer has it
 def test_a_library_trains_on_a_device_as_on_the_cpu(library: str, tmp_path: Path) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import tensorwire as tw
 from tensorwire.observe import counters
 from tensorwire.store.sharding import Bucket
+from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.device_copies import DeviceCopies
 from tests.accelerator import features, models, simulated
 from tests.accelerator.features import FEATURES, named, saved_and_loaded
@@ -180,6 +182,42 @@ def test_without_overlap_it_waits_for_each_bucket(short: Short) -> None:
         assert ours == [BUCKETS] * 4
 
 
+LINEAR_STEPS = 4
+
+
+def counted(job: tw.Job) -> tuple[int, int]:
+    """Waits and copies of a layer, in one bucket, on a device for which nothing is page-locked.
+
+    Copies up begin only once the thread that trains waits for them.
+    """
+    prepare(0, driver=Driver.NONE)
+    model = torch.nn.Linear(4, 4).to("sim:0")
+    before, pulls, begin = counters.snapshot(), itertools.count(1), DeviceCopies.up
+
+    def up(copies: DeviceCopies, bucket: Bucket, version: int) -> None:
+        if threading.current_thread().name == "tensorwire-pull":
+            n, end = next(pulls), time.monotonic() + 10
+            while counters.since(before).host_waits < n and time.monotonic() < end:
+                time.sleep(0.001)
+        begin(copies, bucket, version)
+
+    optimizer = features.made(model, overlap=True)
+    with mock.patch.object(DeviceCopies, "up", up), mock.patch.object(StoreClient, "has", return_value=False):
+        for _ in range(LINEAR_STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4, device="sim:0")).sum().backward()
+            optimizer.step()
+        optimizer.wait()
+    optimizer.close()
+    found = counters.since(before)
+    return found.host_waits, found.copies
+
+
+def test_waits_for_values_and_copies_more_are_counted(short: Short) -> None:
+    ups, downs = 2 * (1 + LINEAR_STEPS), 2 * LINEAR_STEPS  # weight and bias; values also when it is made
+    assert short("counted") == [(1 + LINEAR_STEPS, ups + downs + 2), (LINEAR_STEPS, ups + downs)]
+
+
 def lagging(job: tw.Job, on: str) -> Found:
     """The thread that pulls is held up with version 3 until the one that trains has begun the copies of the next."""
     prepare(0)
@@ -247,6 +285,7 @@ SHORT: dict[str, Callable[[tw.Job], Any]] = {
     "autocast": autocast,
     "waits": partial(waits, overlap=True),
     "waits, overlap=False": partial(waits, overlap=False),
+    "counted": counted,
     "lagging": compare_lagging,
 }
 Short = Callable[[str], list[Any]]  # what each worker found

@@ -72,7 +72,7 @@ def test_the_parts_of_a_step_add_up() -> None:
         assert found["compute"] + found["exposed"] + found["idle"] == timed[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_strategies_of_tensorflow_and_ours_train_a_network(sandbox: Sandbox, python: str) -> None:
     options = ("--part", "strategies", "--workload", "gru", "--device", "tcp")
     _, made = bench(sandbox, *BESIDE, "tensorflow", *options, TENSORWIRE_TENSORFLOW_PYTHON=python)

@@ -14,6 +14,7 @@ import pytest
 from tensorwire.launch.stops import is_stopped
 from tensorwire.testing.patience import patient
 from tests.harness.sandbox import WAITS, Program, Sandbox, free_port, run_command, wait_for_end
+from tests.levels import mostly_long
 
 READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
 STAYS = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"
@@ -222,7 +223,7 @@ def test_a_launcher_that_is_stopped_before_anybody_joined_is_named(sandbox: Sand
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["tcp", "shm"])
+@pytest.mark.parametrize("device", mostly_long(["tcp", "shm"], ["shm"]))
 def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
     body = """
         import torch

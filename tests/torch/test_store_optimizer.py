@@ -215,6 +215,10 @@ def unequal_options(job: tw.Job) -> None:
     sgd(model(), momentum=0.5 + job.rank)
 
 
+def unequal_overlap(job: tw.Job) -> None:
+    sgd(model(), overlap=job.rank == 1)
+
+
 def other_software(job: tw.Job) -> None:
     import tensorwire.torch.part as module
 
@@ -232,6 +236,7 @@ def other_software(job: tw.Job) -> None:
         (unequal_compressions, ["compression topk(0.1)", "compression topk(0.2)"]),
         (unequal_models, ["weight [4, 4] float32", "weight [5, 4] float32"]),
         (unequal_options, ["'momentum': 1.5"]),
+        (unequal_overlap, ["overlap True, 2 buffers", "overlap False, 1 buffer"]),
         (other_software, ["tensorwire 9.9, torch 1.0"]),
     ],
 )

@@ -18,6 +18,7 @@ from tensorwire.edge.words import wait_unless
 from tensorwire.errors import ArgumentError, WaitTimeout
 from tensorwire.observe import counters, failpoints, spans
 from tensorwire.observe.spans import clock
+from tensorwire.sizes import counted
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.modes import Sync, awaited
@@ -119,11 +120,17 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
     where others do not come.
     """
     spec.encoded()
-    coded = f"compression {spec.compression or None}\n"
-    rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.sources}"
-    member.client.compare(
-        name, spec.digest(plan), f"{spec.versions}\n{rule}\nmode {spec.mode!r}\n{coded}{plan.describe()}", workers
-    )
+    lines = [
+        spec.versions,
+        f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.sources}",
+        f"mode {spec.mode!r}",
+        f"compression {spec.compression or None}",
+        f"reduce {spec.reduce}",
+        f"overlap {spec.overlap}, {counted(spec.buffers, 'buffer')}",
+        f"buckets of {spec.bucket_bytes} bytes",
+        plan.describe(),
+    ]
+    member.client.compare(name, spec.digest(plan), "\n".join(lines), workers)
 
 
 class StoreClient(StoreEnd):

@@ -99,8 +99,8 @@ class StoreOptimizer(OptimizerState):
             step, and without ``max_grad_norm`` and ``error_if_nonfinite``.
 
     Raises:
-        ArgumentError: ``init()`` has not been called; names are missing or used twice; parameters are not on the CPU,
-            have no memory, or share some; an option is wrong. Nothing was changed.
+        ArgumentError: ``init()`` has not been called; names are missing or used twice; parameters are neither on
+            the CPU nor on an accelerator, have no memory, or share some; an option is wrong. Nothing was changed.
         Unsupported: The optimizer or function is one that servers cannot apply or import, or the store does not hold
             this dtype or layout.
         PlanMismatch: Models or options of the workers differ; on other workers as the cause of `JobEnded`.
