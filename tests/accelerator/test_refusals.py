@@ -98,7 +98,7 @@ def test_at_construction(found: list[list[str]]) -> None:
     assert "sparse gradients on sim:0: build its embedding with sparse=False" in sparse
     assert "overlap=True works with mode=Sync()" in mode
     assert "share memory" in shared
-    assert "on sim:0: place() takes models whose tensors are plain ones on the CPU" in cut
+    assert "on sim:0: only models with plain tensors on the CPU are cut over workers so far" in cut
     assert all("\n" not in text for text in (sparse, mode, shared, cut))
 
 

@@ -496,6 +496,18 @@ def misuse(job: tw.Job) -> None:
     refused("a masked array", lambda: kv.push("a", [ones, np.ma.array(ones, mask=True)]))
     refused("a masked array", lambda: kv.init("c", np.ma.array(ones, mask=True)))
     refused("a masked array", lambda: kv.pull("a", np.ma.array(ones)))
+    meaningless = {
+        "resolve_neg": torch._neg_view(torch.ones(3)),  # type: ignore[attr-defined]
+        "meta": torch.ones(3, device="meta"),
+        r"detach\(\)": torch.ones(3, requires_grad=True),
+        "layout": torch.ones(3).to_sparse(),
+    }
+    for match, tensor in meaningless.items():
+        refused(match, lambda tensor=tensor: kv.init("c", tensor))
+        refused(match, lambda tensor=tensor: kv.push("a", tensor))
+        refused(match, lambda tensor=tensor: kv.push("a", [ones, tensor]))
+        refused(match, lambda tensor=tensor: kv.pull("a", tensor))
+    kv.init("c", ones)
     pull = kv.pull("a")
     refused("timeout must be a number", lambda: pull.wait("1"))  # type: ignore[arg-type]
     refused("timeout must be a number", lambda: pull.wait(-1))

@@ -105,12 +105,13 @@ def check_tensor(tensor: Any, spec: Spec | None) -> None:
         raise ArgumentError(f"this edge carries {spec}, not {given}")
 
 
-def copy_tensor(slot: memoryview, tensor: Any) -> None:
+def copy_tensor(slot: memoryview, tensor: Any, part: bool = False) -> None:
     """Copies the elements of any array on the CPU into ``slot``, in the order of their indices.
 
-    Raises `ArgumentError` for what has neither the buffer protocol nor DLPack, and for other sizes.
+    ``part``: as `gather` has it. Raises `ArgumentError` for what has neither the buffer protocol nor DLPack, and for
+    other sizes.
     """
     try:
-        gather(slot, tensor)
+        gather(slot, tensor, part)
     except (TypeError, AttributeError, BufferError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"this {type(tensor).__name__} cannot be copied into its slot: {error}") from None

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from tensorwire.device.checks import check_plain
 from tensorwire.errors import ArgumentError
 
 Key = str | int
+_HOST = (1, 3, 11)  # DLPack's devices: the CPU, and memory that CUDA or ROCm has page-locked
 
 
 def as_key(key: object) -> Key:
@@ -47,19 +49,35 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
     check_unmasked(value)
     if isinstance(value, np.ndarray):
         return value
+    check_plain("this array", value)
     makers: tuple[Callable[[Any], np.ndarray[Any, Any]], ...] = (np.from_dlpack, np.asarray)
+    why = ""
     for make in makers:
         try:
             return make(value)
-        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
-            continue
-    raise ArgumentError(f"this {type(value).__name__} is no array on the CPU that numpy can read")
+        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError) as error:
+            why = why or str(error)
+    raise ArgumentError(f"this {type(value).__name__} is no array on the CPU that numpy can read: {why}")
 
 
 def check_unmasked(value: Any) -> None:
     """Raises `ArgumentError` for an array with a mask, which no server would see."""
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError("a masked array travels without its mask: give array.filled(value)")
+
+
+def check_readable(key: Key, value: Any) -> None:
+    """Raises `ArgumentError` for what is no array on the CPU whose memory holds its values."""
+    check_unmasked(value)
+    check_plain(f"key {key!r}", value)
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+        try:
+            on_host = value.__dlpack_device__()[0] in _HOST
+            value.__dlpack__()
+        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"the {type(value).__name__} for key {key!r} cannot be read: {error}") from None
+        if not on_host:
+            raise ArgumentError(f"the {type(value).__name__} for key {key!r} is not on the CPU: give a copy that is")
 
 
 def check_whole(name: str, value: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorwire.device.checks import check_plain
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.key_arguments import Key, as_array, check_unmasked
@@ -41,6 +42,7 @@ class KeyEntry:
         check_unmasked(array)
         if isinstance(array, np.ndarray) and array.shape == self.spec.shape and array.dtype == self.dtype:
             return
+        check_plain(f"key {self.key!r}", array)
         found = Spec.of(array)
         if (found.shape, found.dtype) != (self.spec.shape, self.spec.dtype):
             raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")

@@ -20,7 +20,7 @@ from tensorwire.keyvalue.key_arguments import (
     as_array,
     as_key,
     as_keys,
-    check_unmasked,
+    check_readable,
     check_whole,
     number,
     pairs,
@@ -198,7 +198,7 @@ class KeyValue(RowKeys):
         given = pairs(keys, values)
         for key, value in given:
             self._check_new(key, made)
-            check_unmasked(value)
+            check_readable(key, value)
             spec = Spec.of(value)
             if spec.dtype not in _DTYPES:
                 raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")

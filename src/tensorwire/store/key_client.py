@@ -11,10 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from tensorwire._native import Window, copy_is_large, gather
+from tensorwire._native import Window, copy_is_large
 from tensorwire.control import Member
 from tensorwire.device import Device, Region
 from tensorwire.edge import Word
+from tensorwire.edge.tensor import copy_tensor
 from tensorwire.edge.words import wait_unless
 from tensorwire.errors import JobEnded
 from tensorwire.observe import counters
@@ -125,9 +126,9 @@ class KeyClient(RequestClient):
         return server.has_looked(bucket.index)
 
     def fill(self, tensor: int, values: object) -> None:
-        """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
+        """Copies an array on the CPU, of the tensor's size and dtype, into its slot. Raises `ArgumentError`."""
         room, large = self._rooms[tensor]
-        gather(room, values, large)
+        copy_tensor(room, values, large)
         counters.copied(room.nbytes)
 
     def forget(self) -> None:

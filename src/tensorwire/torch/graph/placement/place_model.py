@@ -137,4 +137,6 @@ def _check_tensors(model: torch.nn.Module) -> None:
         if kind is None and tensor.layout is not torch.strided:
             kind = str(tensor.layout)
         if kind is not None and location_of(tensor) is None:
-            raise Unsupported(f"{name} is {kind}: place() takes models whose tensors are plain ones on the CPU")
+            raise Unsupported(
+                f"{name} is {kind}: only models with plain tensors on the CPU are cut over workers so far"
+            )
