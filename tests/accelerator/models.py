@@ -36,7 +36,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.blocks = nn.ModuleList([Block()])
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.head.weight = self.embedding.weight
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)

@@ -450,6 +450,18 @@ def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path)
 # ---- refusals and failures
 
 
+class OnCuda:
+    """A tensor of a GPU, as others see it."""
+
+    shape, dtype = (3,), "float32"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.ones(3, "f4").__dlpack__()
+
+
 def misuse(job: tw.Job) -> None:
     def refused(match: str, call: Any, kind: type[Exception] = errors.ArgumentError) -> None:
         with pytest.raises(kind, match=match):
@@ -507,6 +519,7 @@ def misuse(job: tw.Job) -> None:
         refused(match, lambda tensor=tensor: kv.push("a", tensor))
         refused(match, lambda tensor=tensor: kv.push("a", [ones, tensor]))
         refused(match, lambda tensor=tensor: kv.pull("a", tensor))
+    refused("is not on the CPU", lambda: kv.init("c", OnCuda()))
     kv.init("c", ones)
     pull = kv.pull("a")
     refused("timeout must be a number", lambda: pull.wait("1"))  # type: ignore[arg-type]
