@@ -473,6 +473,9 @@ class StoreClient(StoreEnd):
                 seen = now
 
     def _leave(self) -> None:
+        # Nobody may have waited for the last round: until it is over servers write to this worker's memory.
+        for bucket in self.order:
+            self._wait_for(bucket, self._pushed[bucket.number] if self.own_clock else self.step)
         self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
         for server in self.servers:
             server.head.flush(self.timeout)
