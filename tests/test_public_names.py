@@ -44,7 +44,10 @@ LAYERS = [
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
     "tensorwire.torch": {"StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
-    "tensorwire.store": {"EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"},
+    "tensorwire.store": {
+        *("EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"),
+        *("Every", "Reader", "Staged", "connect"),
+    },
     "tensorwire.device": {
         "Capabilities",
         "Channel",
@@ -71,7 +74,15 @@ PUBLIC = {
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
     "tensorwire.errors": {
         *("AlreadyPublished", "ArgumentError", "AuthenticationError", "ControlError", "DeviceError"),
-        *("GradientModified", "JobEnded", "NotOnThisWorker", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
+        *(
+            "ChecksumMismatch",
+            "GradientModified",
+            "JobEnded",
+            "NotOnThisWorker",
+            "MissingPackage",
+            "NonFiniteGradient",
+            "OutOfMemory",
+        ),
         *("ParameterModified", "PeerLost", "PlanMismatch", "ProtocolError", "RegionClosed"),
         *(
             "RemoteAccessError",
@@ -79,6 +90,7 @@ PUBLIC = {
             "TensorwireError",
             "Unsupported",
             "VerbsUnavailable",
+            "VersionExpired",
             "WaitTimeout",
             "WorkerFinished",
         ),
@@ -88,11 +100,11 @@ PUBLIC = {
 # What a class shows beside what its bases show; the members of all others are those of its page in docs/api.md.
 MEMBERS = {
     "tensorwire.Job": {
-        *("rank", "num_workers", "num_servers", "local_rank", "local_workers", "address", "routes"),
+        *("name", "rank", "num_workers", "num_servers", "local_rank", "local_workers", "address", "routes"),
         *("barrier", "broadcast", "all_reduce", "report", "uneven", "init_process_group", "close"),
     },
     "tensorwire.torch.StoreOptimizer": {
-        *("step", "wait", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
+        *("step", "wait", "publish", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
         *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary", "count", "shared_state", "close"),
     },
 }

@@ -23,6 +23,8 @@
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
+    ├── ChecksumMismatch                what a reader got of a version is not what was published
+    ├── VersionExpired                  a reader was silent for too long, and the version that it read is gone
     ├── StepInterrupted (RuntimeError)  an earlier call ended when it was partly sent
     └── NotOnThisWorker (RuntimeError)   a tensor of another worker was read
 """
@@ -33,6 +35,7 @@ __all__ = [
     "AlreadyPublished",
     "ArgumentError",
     "AuthenticationError",
+    "ChecksumMismatch",
     "ControlError",
     "DeviceError",
     "GradientModified",
@@ -51,6 +54,7 @@ __all__ = [
     "TensorwireError",
     "Unsupported",
     "VerbsUnavailable",
+    "VersionExpired",
     "WaitTimeout",
     "WorkerFinished",
 ]
@@ -138,6 +142,14 @@ class NonFiniteGradient(TensorwireError, RuntimeError):
 
 class ParameterModified(TensorwireError):
     """User code changed a parameter whose values live in the store."""
+
+
+class ChecksumMismatch(TensorwireError):
+    """What a reader got of a version is not what was published. Nothing of it was committed."""
+
+
+class VersionExpired(TensorwireError):
+    """A reader was silent for too long, and the version that it was reading is gone: read a newer one."""
 
 
 class StepInterrupted(TensorwireError, RuntimeError):

@@ -87,11 +87,15 @@ class Program:
 
     def number(self, word: str) -> int:
         """Reads until a line ``word N``; returns N."""
+        return int(self.said(word))
+
+    def said(self, word: str) -> str:
+        """Reads until a line ``word ...``; returns its last word."""
         assert self.process.stdout is not None
         while True:
             for line in self.lines:
                 if line.startswith(word + " "):
-                    return int(line.split()[-1])
+                    return line.split()[-1]
             line = self.process.stdout.readline()
             assert line, f"ended before {word!r}: {self.lines} {self._errors.read_text()}"
             self.lines.append(NAMES.sub("", line.strip()))

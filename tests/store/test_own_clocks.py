@@ -27,6 +27,7 @@ class Rounds:
             parameters=bytearray(4096),
             rule=None,
             member=None,
+            keep_snapshots=lambda moments: None,
         )
         self.clocks = OwnClocks(shard)
         self.closed: list[list[int]] = []

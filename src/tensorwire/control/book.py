@@ -13,7 +13,7 @@ import msgspec
 from tensorwire.control import frames
 from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
-from tensorwire.control.names import member_name
+from tensorwire.control.names import READER, member_name
 from tensorwire.control.waits import Waits, awaited
 
 # A worker that left while others wait for it may have failed, and how its process ended says more.
@@ -71,6 +71,8 @@ class Book:
         """The answer to one request; errors are in it."""
         if isinstance(message, frames.Publish):
             return await self._publish(member, message)
+        if member.startswith(READER) and not isinstance(message, frames.Lookup):
+            return Answer(message.id, error="readers meet nobody", type="ProtocolError")
         with self.waits.told(member, partial(self._awaited, member, message)):
             if not isinstance(message, frames.Lookup):
                 return await self._meet(member, message)
@@ -134,6 +136,10 @@ class Book:
         await self._notify()
         if self._forgotten[key] == servers:
             self._entries = {k: entry for k, entry in self._entries.items() if key not in _tops(k)}
+
+    async def drop(self, member: str) -> None:
+        """A reader is gone, and with it what it published."""
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.owner != member}
 
     # ---- meetings
 

@@ -47,10 +47,12 @@ class Client:
         self, address: str, secret: bytes, role: str, index: int, *, patience: float = 0.0, timeout: float = 60.0
     ) -> None:
         self.name = member_name(role, index)
+        self.address, self.secret = address, secret
         self.cause: Cause | None = None
         self.ended = threading.Event()
         self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
+        self._told: dict[str, Callable[[str, bytes], object]] = {}
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
@@ -209,6 +211,20 @@ class Client:
         """
         self._send(frames.encode(frames.Waiting(place, whom, seconds)))
 
+    def tell(self, to: str, topic: str, value: bytes) -> None:
+        """A word to another member, such as ``server 0``: it gets it once, or never if it is not there."""
+        self._send(frames.encode(frames.Tell(to, topic, value)))
+
+    def on_told(self, topic: str, call: Callable[[str, bytes], object] | None) -> None:
+        """Calls ``call(sender, value)`` from the control thread for each word under ``topic``; None: no more.
+
+        It must neither raise nor wait.
+        """
+        if call is None:
+            self._told.pop(topic, None)
+        else:
+            self._told[topic] = call
+
     def bye(self) -> None:
         """Says that this member is done, and stays in the job until ``ended``."""
         self._send(frames.encode(frames.Bye()))
@@ -273,6 +289,9 @@ class Client:
                     self._settle(message)
                 elif isinstance(message, frames.Note):
                     _log.warning("%s", message.text)
+                elif isinstance(message, frames.Tell):
+                    if message.topic in self._told:
+                        self._told[message.topic](message.sender, message.value)
                 elif isinstance(message, frames.End):
                     self._finish(message.cause)
         except (PeerLost, ProtocolError, OSError) as error:

@@ -18,7 +18,7 @@ from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
 from tensorwire.control.clock import pack_time
 from tensorwire.control.frames import Cause
-from tensorwire.control.names import GONE, describe_exit, member_name
+from tensorwire.control.names import GONE, MOST_READERS, READER, describe_exit, member_name
 from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
@@ -33,6 +33,11 @@ class _Member:
     seen: float
     left: bool = False
     failed: bool = False  # it has said why
+
+    @property
+    def reads(self) -> bool:
+        """Whether it is a reader, whose fate is nobody's but its own."""
+        return self.name.startswith(READER)
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,8 @@ class Coordinator:
                 else:
                     self._handle(member, message)
         except ProtocolError as error:
-            self._fail(Cause(member.name, f"broke the control protocol: {error}"))
+            if not member.reads:
+                self._fail(Cause(member.name, f"broke the control protocol: {error}"))
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -237,20 +243,22 @@ class Coordinator:
             raise ProtocolError(f"this job speaks control version {frames.VERSION}, not {join.version}")
         if self.ended.is_set():
             raise JobEnded(str(self.cause) if self.cause else "the job has ended")
-        most = {"worker": self.workers, "server": self.servers, "launcher": 1 << 16}.get(join.role, 0)
+        sizes = {"worker": self.workers, "server": self.servers, "launcher": 1 << 16, READER: MOST_READERS}
+        most = sizes.get(join.role, 0)
         name = member_name(join.role, join.index)
         if not 0 <= join.index < most:
             raise ProtocolError(f"this job has no {name}: it has {self.workers} workers and {self.servers} servers")
         if name in self._done:
             raise ProtocolError(f"{name} has left this job, and a job is joined once")
-        if name in self._joined:
+        if name in self._joined or name in self._members:
             raise ProtocolError(
                 f"{name} is already in this job: two processes with one rank, or two jobs at one place?"
             )
         member = _Member(name, writer, time.monotonic())
         self._members[name] = member
-        self._joined.add(name)
-        self.empty.clear()
+        if not member.reads:
+            self._joined.add(name)
+            self.empty.clear()
         times = (self.beat, self.lost_after, self.stats_every)
         self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, *times))
         return member
@@ -264,8 +272,15 @@ class Coordinator:
             self._send(self._members[name].writer, frames.Note(frames.bounded(text, 4096)))
 
     def _handle(self, member: _Member, message: frames.Any) -> None:
-        if isinstance(message, frames.Beat):
+        if isinstance(message, frames.Beat) or (member.reads and isinstance(message, (frames.Bye, frames.Stats))):
             return
+        if isinstance(message, frames.Tell):
+            if message.to in self._members:
+                told = frames.Tell(message.to, message.topic, message.value, member.name)
+                self._send(self._members[message.to].writer, told)
+            return
+        if member.reads and not isinstance(message, frames.ClockReading):
+            raise ProtocolError(f"a {type(message).__name__} is nothing a reader may send")
         if isinstance(message, frames.Stats):
             self._stats[member.name] = Report(message, member.seen)
         elif isinstance(message, frames.ClockReading):  # at once: how long it takes is what the member measures
@@ -305,17 +320,21 @@ class Coordinator:
                 member.seen += stalled
                 silent = now - member.seen
                 if silent > self.lost_after and not member.left:
-                    self._fail(Cause(member.name, f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"))
+                    if not member.reads:
+                        self._fail(Cause(member.name, f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"))
                     member.writer.transport.abort()
 
     def _disconnected(self, member: _Member) -> None:
         del self._members[member.name]
+        if member.reads:
+            self._loop.create_task(self._book.drop(member.name))
+            return
         self._book.waits.step(member.name, frames.Waiting())
         if member.name in self._exits:
             self._judge(member.name)
         elif not member.left and not member.failed:
             self._fail(self._stall.blame(Cause(member.name, GONE, settle=SETTLE_SECONDS)))
-        if not self._members:
+        if all(other.reads for other in self._members.values()):
             self.empty.set()
 
     def _left(self, role: str, index: int, status: int) -> None:
@@ -365,7 +384,7 @@ class Coordinator:
         for member in self._members.values():
             self._send(member.writer, frames.End(self.cause))
         self._loop.create_task(self._book.end())
-        if not self._members:
+        if all(member.reads for member in self._members.values()):
             self.empty.set()
         if self._on_end is not None:
             self._on_end(self.cause)

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -193,6 +193,15 @@ class Note(Message, tag="note", frozen=True):
     text: str
 
 
+class Tell(Message, tag="tell", frozen=True):
+    """A word from one member to another one, ``to``, which gets it if it is there, with its ``sender``; no answer."""
+
+    to: Name
+    topic: Name
+    value: bytes
+    sender: str = ""
+
+
 class Beat(Message, tag="beat", frozen=True):
     """I live."""
 
@@ -220,7 +229,23 @@ class End(Message, tag="end", frozen=True):
 
 Question = Publish | Lookup | Compare | Gather  # what the book answers, perhaps after a while
 Request = Question | ClockReading
-Any = Join | Welcome | Request | Answer | Forget | Fail | Left | Stopped | Bye | Waiting | Note | Beat | Stats | End
+Any = (
+    Join
+    | Welcome
+    | Request
+    | Answer
+    | Forget
+    | Fail
+    | Left
+    | Stopped
+    | Bye
+    | Waiting
+    | Note
+    | Tell
+    | Beat
+    | Stats
+    | End
+)
 
 _decoder = msgspec.msgpack.Decoder(Any)
 

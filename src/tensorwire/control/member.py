@@ -140,6 +140,14 @@ class Member:
         except AlreadyPublished:
             return msgspec.msgpack.decode(self.client.lookup(key), type=str)
 
+    def drop(self, name: str) -> None:
+        """Another member is gone, and nobody needs the channel to it any more."""
+        with self._lock:
+            channel = self._channels.pop(name, None)
+            self.routes.pop(name, None)
+        if channel is not None:
+            channel.close()
+
     def card(self, name: str, timeout: float = 60.0) -> Card:
         """Another member's entry. Raises `WaitTimeout` if it has not joined."""
         try:
@@ -170,19 +178,20 @@ class Member:
         finally:
             self.client.waits()
 
-    def explain(self, error: TensorwireError) -> TensorwireError:
-        """The job's own cause where ``error`` only says that a peer is gone, or has closed its memory."""
-        if isinstance(error, (PeerLost, RemoteAccessError)) and self.client.ended.wait(CAUSE_SECONDS):
+    def explain(self, error: TensorwireError, seconds: float = CAUSE_SECONDS) -> TensorwireError:
+        """The job's own cause where ``error`` only says that a peer is gone, or has closed its memory; it may take
+        ``seconds`` to come."""
+        if isinstance(error, (PeerLost, RemoteAccessError)) and self.client.ended.wait(seconds):
             return self.client.error()
         return error
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, seconds: float = CAUSE_SECONDS) -> Iterator[None]:
         """Inside it an error of Tensorwire becomes what `explain` makes of it."""
         try:
             yield
         except TensorwireError as error:
-            raise self.explain(error) from None
+            raise self.explain(error, seconds) from None
 
     def fail(self, what: str, traceback: str = "", *, settle: float = 0.0) -> None:
         """Ends the job: this process did ``what``; after ``settle`` seconds, unless somebody has a better account."""

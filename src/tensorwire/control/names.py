@@ -7,6 +7,9 @@ import signal
 # What a control connection authenticates for.
 PURPOSE = b"control"
 
+# The role of processes that look at a job without being part of it: nobody waits for them or misses them.
+READER = "reader"
+MOST_READERS = 1 << 20
 
 # Who notices first that a process ended without leaving, its connection or its leash, says it in the same words.
 GONE = "is gone: its connection closed without a word"

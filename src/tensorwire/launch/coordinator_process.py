@@ -13,6 +13,7 @@ from tensorwire.errors import TensorwireError
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import heartbeat
 from tensorwire.launch.scarce import as_out_of_memory
+from tensorwire.store.versions.version_files import remove_left
 
 # Members that do not leave after the end lose the connection, and end by that.
 LEAVE_SECONDS = 15.0
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
     coordinator.ended.wait()
     coordinator.empty.wait(LEAVE_SECONDS)
     coordinator.close()
+    remove_left(coordinator.job)  # where a server was killed
     return 0
 
 

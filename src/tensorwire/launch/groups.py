@@ -41,6 +41,10 @@ class Guard:
         """``group`` is to end with the launcher."""
         self._send(f"{group}\n")
 
+    def remove(self, folder: Path) -> None:
+        """``folder`` is not to outlive the launcher."""
+        self._send(f"remove {folder}\n")
+
     def close(self) -> None:
         """All groups have ended. Idempotent."""
         if self._closing:

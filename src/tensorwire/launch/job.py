@@ -58,6 +58,11 @@ class Job:
         return len(self._worker.neighbors)
 
     @property
+    def name(self) -> str:
+        """The name by which processes of this user on the servers' machine find the job: see `tw.store.connect`."""
+        return self._worker.member.client.welcome.job
+
+    @property
     def address(self) -> str:
         """The IP address at which all machines of the job reach worker 0's; 127.0.0.1 if there is only one machine.
 

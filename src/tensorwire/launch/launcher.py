@@ -37,6 +37,7 @@ from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
 from tensorwire.launch.threads import shared_cores
 from tensorwire.launch.watch import Trace, Watch, job_members
+from tensorwire.store.versions.version_files import job_folder, remove_left
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
@@ -192,9 +193,18 @@ class Launcher:
             )
         return o.rendezvous, secret
 
+    @property
+    def _job(self) -> str:
+        """The job's name, once there is one."""
+        if self._coordinator is not None:
+            return self._coordinator.job
+        assert self._client is not None
+        return self._client.welcome.job
+
     def _start(self, address: str, secret: str) -> None:
         o = self._options
         self._guard = Guard(lambda status: self._events.put(("guard", 0, status)))
+        self._guard.remove(job_folder(self._job))
         base = self._view.environment(os.environ)
         if o.tensorboard is not None:
             base["TENSORWIRE_TENSORBOARD"] = os.path.abspath(o.tensorboard)  # noqa: PTH100 (keeps links)
@@ -359,6 +369,7 @@ class Launcher:
         for server in self._servers:
             server.close(0.0)
         if self._guard is not None:
+            remove_left(self._job)  # where a server was killed
             self._guard.close()
         if self._client is not None:
             self._client.close(goodbye=True)

@@ -6,15 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.store.modes import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
+from tensorwire.store.versions.every import Every
 
 if TYPE_CHECKING:
     from tensorwire.keyvalue import Handle as Handle
     from tensorwire.keyvalue import KeyValue as KeyValue
+    from tensorwire.launch.reading import connect as connect
+    from tensorwire.store.versions.reader import Reader as Reader
+    from tensorwire.store.versions.staging import Staged as Staged
 
-__all__ = ["EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"]
+__all__ = [
+    "EASGD",
+    "SGD",
+    "SSP",
+    "Async",
+    "DiLoCo",
+    "Every",
+    "Handle",
+    "KeyValue",
+    "LocalSGD",
+    "Reader",
+    "Staged",
+    "Sync",
+    "connect",
+]
+_LATE = {  # they stand on the launcher or on PyTorch, as the store itself does not
+    "Handle": "tensorwire.keyvalue",
+    "KeyValue": "tensorwire.keyvalue",
+    "Reader": "tensorwire.store.versions.reader",
+    "Staged": "tensorwire.store.versions.staging",
+    "connect": "tensorwire.launch.reading",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Handle", "KeyValue"):  # they stand on the launcher, as the store itself does not
-        return getattr(importlib.import_module("tensorwire.keyvalue"), name)
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module 'tensorwire.store' has no attribute {name!r}")

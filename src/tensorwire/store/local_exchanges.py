@@ -20,6 +20,7 @@ from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.versions.every import PublishSpec
 
 
 def local_spec(
@@ -30,6 +31,7 @@ def local_spec(
     bucket_bytes: int,
     compression: str,
     shards: int | None = None,
+    publish: PublishSpec | None = None,
 ) -> StoreSpec:
     """The store of a mode. Raises `ArgumentError` for what the mode does not go with."""
     rule, group = MEAN, dict[str, Any]()
@@ -52,6 +54,7 @@ def local_spec(
         mode_settings=settings_of(mode),
         compression=compression,
         shards=shards,
+        publish=publish,
     )
     if servers and isinstance(mode, DiLoCo):
         spec.plan(servers).fragments(mode.fragments)

@@ -29,6 +29,7 @@ class Lockstep:
         self._sameness = Sameness(len(self.workers) if shard.index == 0 else 1)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
+        shard.keep_snapshots()
 
     def run(self) -> None:
         """Round after round, until every worker has finished."""
@@ -38,6 +39,7 @@ class Lockstep:
             operation = self._agree(heads) if heads else StepOperation.IDLE
             if operation is StepOperation.FINISH:
                 return
+            self.shard.before_round(self.step)
             if operation is StepOperation.UPDATE:
                 if self.shard.spec.alike:
                     check_alike({w: head.options for w, head in heads.items()}, self.updates)
@@ -52,6 +54,7 @@ class Lockstep:
             if not self._buckets:
                 self._publish(0)
             self.updates += operation in STEPS
+            self.shard.completed(self.step)
 
     def _take_part(self) -> dict[int, StepHeader]:
         """The heads of the workers that take part in this round: those that are not idle."""
@@ -74,15 +77,21 @@ class Lockstep:
         if operation is StepOperation.LOAD:
             self.shard.load(self.step, self._members.leader)
         for bucket in range(len(self._buckets)):
-            self.rule.carry(bucket, self.step)
-            self._publish(bucket)
+            self._carry(bucket)
         if operation is StepOperation.IDLE:
             self._change(self._members.resume())
             for worker in self._active:
                 worker.together.send(self.step)
 
+    def _carry(self, bucket: int) -> None:
+        """A bucket keeps its values in this round."""
+        self.shard.before_write(bucket, self.step)
+        self.rule.carry(bucket, self.step)
+        self._publish(bucket)
+
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[self._members.leader].pushes):
+            self.shard.before_write(bucket, self.step)
             self.rule.assign(bucket, self.shard.receive(push, self.step), self.step)
             self._publish(bucket)
 
@@ -113,8 +122,7 @@ class Lockstep:
         if total == LEFT_OUT:
             for bucket in buckets:
                 self.fates.discarded(bucket, sorted(self._members.active), self.step, "the norm is not finite")
-                self.rule.carry(bucket, self.step)
-                self._publish(bucket)
+                self._carry(bucket)
             return
         scale = clipping(math.sqrt(total), max_norm) if max_norm else 1.0
         if not self.rule.together:
@@ -122,6 +130,8 @@ class Lockstep:
                 self._apply(bucket, clock(), scale)
             return
         start = clock()
+        for bucket in range(len(self._buckets)):
+            self.shard.before_write(bucket, self.step)
         self.rule.apply_all(self.step, scale)
         spans.add("update", self.step, start, clock())
         for bucket in buckets:
@@ -129,6 +139,7 @@ class Lockstep:
             self._publish(bucket)
 
     def _apply(self, bucket: int, start: float, scale: float = 1.0) -> None:
+        self.shard.before_write(bucket, self.step)
         self.rule.apply(bucket, self.step, scale)
         spans.add("update", self.step, start, clock())
         self._merged(bucket)

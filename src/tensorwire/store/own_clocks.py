@@ -27,6 +27,7 @@ from tensorwire.store.pushes import Push
 from tensorwire.store.rounds import is_complete, is_due, is_late
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
+from tensorwire.store.versions.snapshots import Moments
 from tensorwire.store.worker_clocks import WorkerClocks
 from tensorwire.store.worker_threads import Ends, attend
 
@@ -83,6 +84,7 @@ class OwnClocks:
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
         self._quorum, self._grace = quorum_of(mode), grace_of(mode)
         self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
+        shard.keep_snapshots(Moments(self.at_rest, lambda bucket: self.buckets[bucket].version))
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
@@ -186,6 +188,8 @@ class OwnClocks:
             pushes = [c.push if each == bucket else c.rounds.push(each, c.push.weight) for c in here]
             rule.reduce(each, pushes, total, keep=True)
         self.shard.reach(self.buckets[bucket].version + 1, "reduced")
+        for each in range(len(self.buckets)) if rule.together else [bucket]:
+            self.shard.before_write(each)
         if rule.together:
             rule.apply_all(0)
         else:
@@ -244,6 +248,7 @@ class OwnClocks:
                 shard.load(step, leader)
                 return
             for bucket, push in enumerate(shard.workers[leader].pushes):
+                shard.before_write(bucket)
                 self.rule.assign(bucket, shard.receive(push, step), 0)
 
 

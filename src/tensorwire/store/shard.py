@@ -20,6 +20,9 @@ from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, StoreSpec, inbox
+from tensorwire.store.versions.cuts import CUT_BYTES
+from tensorwire.store.versions.publisher import Publisher
+from tensorwire.store.versions.snapshots import Moments, ShardMemory, Snapshots
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -43,6 +46,7 @@ class WorkerLink:
         self.present = [self.memory[start : start + nbytes] for start, nbytes in self.layout.present]
         self.head = self._consumer(self.layout.head_word, self.layout.head, header_bytes(len(server.spec.numeric)))
         self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
+        self.cuts = self._consumer(self.layout.cut_word, self.layout.cut, CUT_BYTES)
         self.pushes = [
             Consumer(self._word(self.layout.word(b.index)), slots=[self._arriving[b.index]]) for b in buckets
         ]
@@ -51,6 +55,8 @@ class WorkerLink:
         self.pulls: list[Producer] = []
         self.norm_back: Producer
         self.together: Producer
+        self.grant: Producer
+        self.asked: Producer
 
     def _word(self, offset: int) -> Word:
         return Word(self.inbox, offset, self.channel)
@@ -93,6 +99,8 @@ class WorkerLink:
         if not buckets:
             self.pulls.append(Producer(self.channel, words.view(layout.word(0), 8)))
         self.together = Producer(self.channel, words.view(layout.together_word, 8))
+        self.grant = Producer(self.channel, words.view(layout.grant_word, 8))
+        self.asked = Producer(self.channel, words.view(layout.asked_word, 8))
         # Where the worker's memory cannot be mapped, our part of the norm leaves from where its own arrives.
         self.norm_back = Producer(
             self.channel,
@@ -127,6 +135,14 @@ class Shard:
             worker.open(self)
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
         self.fates = Fates(member.client.welcome, name, self.index)
+        self._snapshots: Snapshots | None = None
+        self._publisher: Publisher | None = None
+        if spec.publish is not None and index == 0:
+            own = not isinstance(spec.mode, Sync)
+            first = self.workers[0]
+            self._publisher = Publisher(
+                member, name, self.plan, spec.publish.buffers, first.grant, first.asked, by_bucket=own
+            )
 
     def head(self, worker: WorkerLink, step: int) -> StepHeader:
         """The head of a worker's round ``step``, once it has come."""
@@ -134,6 +150,33 @@ class Shard:
         if head.step != step:
             raise ProtocolError(f"{worker.name} sent the head of round {head.step} in round {step}")
         return head
+
+    # ---- versions for readers
+
+    def keep_snapshots(self, moments: Moments | None = None) -> None:
+        """From now on cuts are kept for readers, if these get versions. ``moments``: as for `Snapshots`."""
+        if self.spec.publish is None:
+            return
+        memory = ShardMemory(memoryview(self.parameters), self.plan.shard_bytes[self.index], self.spec.buffers)
+        count, cuts = self.spec.publish.buffers, self.workers[0].cuts
+        self._snapshots = Snapshots(self.member, self.name, self.plan, self.index, memory, count, cuts, moments)
+
+    def before_round(self, round: int) -> None:
+        """All workers' heads of a common round are there."""
+        if self._snapshots is not None:
+            self._snapshots.before_round(round)
+
+    def before_write(self, bucket: int, round: int = 0) -> None:
+        """A bucket is about to change."""
+        if self._snapshots is not None:
+            self._snapshots.before_write(bucket, round)
+
+    def completed(self, round: int) -> None:
+        """A common round is over."""
+        if self._snapshots is not None:
+            self._snapshots.completed(round)
+
+    # ---- rounds
 
     def reach(self, update: int, state: str) -> None:
         """An update of a bucket has come to a place where tests let it fail."""
@@ -175,6 +218,10 @@ class Shard:
         self.fates.close()
         for worker in self.workers:
             worker.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
         for region in self._regions.values():
             region.close()
         self.parameters.close()

@@ -27,6 +27,7 @@ from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
 from tensorwire.store.store_end import StoreEnd
 from tensorwire.store.store_layout import Outbox, StoreSpec, inbox
+from tensorwire.store.versions.cuts import CUT_BYTES, Cut, first_grant, granted_buffer, held
 
 _TILE = 2 << 20
 
@@ -54,12 +55,15 @@ class _Server:
         self.gradients = None if self.mapped else client.gradients_on(device)
         self.head = self._producer(self.layout.head, header_bytes(len(spec.numeric)), self.layout.head_word)
         self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
+        self.cut = self._producer(self.layout.cut, CUT_BYTES, self.layout.cut_word)
         self.pushes = [self._push(b) for b in self.buckets]
         self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
         self.send_window = SendWindow() if spec.overlap and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
+        self.grant = Word(self.versions, self.back.grant_word, self.channel)
+        self.asked = Word(self.versions, self.back.asked_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
 
     def _producer(self, offset: int, nbytes: int, word: int) -> Producer:
@@ -127,6 +131,7 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
         f"compression {spec.compression or None}",
         f"reduce {spec.reduce}",
         f"overlap {spec.overlap}, {counted(spec.buffers, 'buffer')}",
+        f"publish {spec.publish}",
         f"buckets of {spec.bucket_bytes} bytes",
         plan.describe(),
     ]
@@ -143,6 +148,7 @@ class StoreClient(StoreEnd):
         super().__init__(member, name, spec, plan)
         self.own_clock = not isinstance(spec.mode, Sync)
         self.updates = 0  # rounds that were steps of the training
+        self.published = 0  # versions for readers that this worker has made a cut for
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
         self.servers: list[_Server] = [_Server(self, shard) for shard in range(plan.shards)]
         self.order: list[Bucket] = self.plan.in_order()
@@ -438,6 +444,38 @@ class StoreClient(StoreEnd):
                 server.send_window.flush(timeout)
             for push in server.pushes:
                 push.flush(timeout)
+
+    # ---- versions for readers
+
+    @property
+    def asked(self) -> int:
+        """How often readers have asked for a version."""
+        return self.servers[0].asked.value
+
+    def cut(self, run: int, step: int, *, wait: bool) -> int | None:
+        """Worker 0: the state after the last round becomes a version for readers. ``run``, ``step``: as in `Manifest`.
+
+        Where readers hold all buffers that it could go to, ``wait`` says whether to wait for one. Returns the version's
+        counter; None: it was left out. Raises as ``wait``.
+        """
+        counter, publisher = self.published + 1, self.servers[0]
+        self._wait(publisher, partial(publisher.grant.wait, held(counter)))
+        buffer = granted_buffer(publisher.grant.value, counter)
+        if buffer is None:
+            if not wait:
+                return None
+            self._wait(publisher, partial(publisher.grant.wait, first_grant(counter)))
+            buffer = granted_buffer(publisher.grant.value, counter)
+        assert buffer is not None
+        with self.course.unit(f"version {counter} of {self.name}"):
+            block = Cut(counter, buffer, self.step, run, step).pack()
+            for server in self.servers:
+                server.cut.slot(counter)[:] = block
+                server.cut.send(counter)
+            for server in self.servers:
+                server.cut.flush(self.timeout)  # the head of the next round must not overtake it
+            self.published = counter
+        return counter
 
     # ---- uneven numbers of steps
 

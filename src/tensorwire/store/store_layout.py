@@ -15,6 +15,8 @@ from tensorwire.store.request_link import MOST_OPTIONS, WORD
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
 from tensorwire.store.step_header import header_bytes
+from tensorwire.store.versions.cuts import CUT_BYTES
+from tensorwire.store.versions.every import PublishSpec
 
 
 class FunctionsSpec(msgspec.Struct, frozen=True, tag="functions"):
@@ -40,6 +42,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     they stand for the parameters that each computes on; the last tensor, of float64, says of which others a worker has
     a gradient, and is not coded. ``shards``: into how many the space is divided, which servers take in turn; None: one
     per server. ``overlap``: the next forward runs while a round goes on, so what it needs first goes first.
+    ``publish``: readers get versions of it.
     """
 
     versions: str
@@ -62,6 +65,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     alike: bool = False
     shards: int | None = None
     overlap: bool = False
+    publish: PublishSpec | None = None
 
     @property
     def mode(self) -> Mode:
@@ -103,7 +107,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The layout of a worker's inbox at a shard: arrival words, the head, the norm, what is present, the slots.
+    """The layout of a worker's inbox at a shard: arrival words, the head, the norm, a cut, what is present, the slots.
 
     What is present: a byte a piece, whether this worker has a gradient for it. The slots begin at a page, and lie as
     their buckets do in the shard: so a window shows those of a tensor side by side, whatever shards they are in.
@@ -111,6 +115,7 @@ class Inbox(msgspec.Struct, frozen=True):
 
     head: int
     norm: int
+    cut: int
     present: tuple[tuple[int, int], ...]  # where each bucket's bytes begin, and how many these are
     slots: int
     nbytes: int
@@ -125,28 +130,35 @@ class Inbox(msgspec.Struct, frozen=True):
         """Where the arrival word of the norm is."""
         return WORD
 
+    @property
+    def cut_word(self) -> int:
+        """Where the arrival word of a cut is."""
+        return WORD * 2
+
     def word(self, bucket: int) -> int:
         """Where the arrival word of a bucket is."""
-        return WORD * (2 + bucket)
+        return WORD * (3 + bucket)
 
 
 def inbox(plan: StorePlan, shard: int, options: int) -> Inbox:
     """The inbox that every worker has at a shard."""
     buckets = plan.buckets[shard]
-    norm = WORD * (2 + len(buckets))
-    head = norm + WORD
+    norm = WORD * (3 + len(buckets))
+    cut = norm + WORD
+    head = cut + CUT_BYTES
     end = head + header_bytes(options)
     present = []
     for bucket in buckets:
         present.append((end, len(bucket.pieces)))
         end += len(bucket.pieces)
     slots = round_up(end, PAGE)
-    return Inbox(head, norm, tuple(present), slots, slots + plan.shard_bytes[shard])
+    return Inbox(head, norm, cut, tuple(present), slots, slots + plan.shard_bytes[shard])
 
 
 class Outbox(msgspec.Struct, frozen=True):
-    """The layout of what a worker opens to one shard: a version word a bucket, the norm with its word, and a word that
-    says in which round all idle workers go on together.
+    """The layout of what a worker opens to one shard: a version word a bucket, the norm with its word, a word that says
+    in which round all idle workers go on together, the grant of a buffer for the next version that readers get, and how
+    often readers asked for one.
 
     A shard without buckets has one word all the same: it says that the round's head has been read.
     """
@@ -173,6 +185,16 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.norm + WORD
 
     @property
+    def grant_word(self) -> int:
+        """Where the grant is."""
+        return self.together_word + WORD
+
+    @property
+    def asked_word(self) -> int:
+        """Where the number of readers' requests for a version is."""
+        return self.grant_word + WORD
+
+    @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.together_word + WORD
+        return self.asked_word + WORD

@@ -25,6 +25,7 @@ from tensorwire.store.rules import pieces_over
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
+from tensorwire.store.versions.every import PublishSpec
 from tensorwire.torch import local_state
 
 _log = logging.getLogger("tensorwire")
@@ -42,12 +43,15 @@ class LocalTraining:
         bucket_bytes: int,
         compression: str,
         shards: int | None,
+        publish: PublishSpec | None,
         course: Course,
     ) -> None:
         self._worker, self._inner = worker, inner
         self.params = [p for _, p in named]
         tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
-        spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression, shards)
+        spec = local_spec(
+            mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression, shards, publish
+        )
         self.client: StoreClient = join_store(worker, spec)
         self.client.course = course
         if worker.rank == 0:

@@ -23,6 +23,8 @@ from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.modes import DiLoCo, Local, Mode, Sync, check_reduce
 from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
+from tensorwire.store.store_client import StoreClient
+from tensorwire.store.versions.every import Every, PublishSpec, parse_publish
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import (
@@ -42,6 +44,7 @@ from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import StoreSettings
+from tensorwire.torch.publishing import Publishing
 from tensorwire.torch.state import SavedState
 from tensorwire.torch.stepping import Stepping
 
@@ -91,6 +94,9 @@ class StoreOptimizer(OptimizerState):
             its next push. None: pushes are not coded. What servers send never is.
         shards: Into how many shards the store is divided, which servers take in turn: at least as many as there are
             servers. None: one per server.
+        publish: Whether other processes get versions of the parameters, as files: ``tw.store.Every(steps)`` makes one
+            after each ``steps`` steps, True only where ``publish()`` or a reader asks for one. The first has the values
+            that the training begins with. All servers are on one machine then.
         **options: Options of the class or the function, such as ``lr``. ``step()`` reads them again from
             ``param_groups``; worker 0's count.
 
@@ -121,12 +127,14 @@ class StoreOptimizer(OptimizerState):
         mode: Mode = _SYNC,
         compression: str | None = None,
         shards: int | None = None,
+        publish: Every | bool = False,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
         self._course = Course(self._worker.member)
         self._alone = Alone(self._course, self._go_on)
         check_reduce(reduce)
+        every = parse_publish(publish)
         if optimizer == MEAN and reduce != "mean":
             raise ArgumentError("the rule 'mean' takes the workers' mean: use 'assign' with reduce='sum'")
         largest_norm(max_grad_norm)
@@ -140,6 +148,7 @@ class StoreOptimizer(OptimizerState):
             _settings(origin, bucket_bytes, reduce, overlap, mode),
             compression=str(parse_compression(compression) or ""),
             shards=shards,
+            publish=None if every is None else PublishSpec(every.buffers),
         )
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
@@ -160,6 +169,7 @@ class StoreOptimizer(OptimizerState):
         self._cautions = Cautions(self._worker, params, modules)
         self._local: LocalTraining | None = None
         self._inner: torch.optim.Optimizer | None = None
+        self._publishing: Publishing | None = None
         if isinstance(mode, Local):
             self._train_locally(origin, mode, bucket_bytes, modules)
         else:
@@ -168,6 +178,9 @@ class StoreOptimizer(OptimizerState):
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
+        if every is not None:
+            self._publishing = Publishing(self._worker, every, lambda: this._client)
+            self._publishing.publish()
 
     # ---- a step
 
@@ -204,7 +217,7 @@ class StoreOptimizer(OptimizerState):
             skip = self._unscale()
             if self._local is not None:
                 self._local.step(self._left, skip)
-                self._left = clock()
+                self._note_step()
                 return loss
             with self._worker.member.explained():
                 with ranges.named(ranges.PUSH):
@@ -214,10 +227,17 @@ class StoreOptimizer(OptimizerState):
                 spans.add("push", step, start, clock())
                 left_out = self._steps.pull()
                 self.grad_norm = self._steps.grad_norm
-            self._left = clock()
+            self._note_step()
             if left_out:
                 raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
             return loss
+
+    def _note_step(self) -> None:
+        """What follows belongs to the next one."""
+        if self._publishing is not None:
+            with self._worker.member.explained():
+                self._publishing.step()
+        self._left = clock()
 
     def _go_on(self) -> None:
         """Before every call: what is left of a step that was interrupted while it waited."""
@@ -285,6 +305,34 @@ class StoreOptimizer(OptimizerState):
         if self._local is None or not isinstance(mode, DiLoCo) or mode.weight != "tokens":
             raise ArgumentError('count() is for mode=DiLoCo(weight="tokens")')
         self._local.count(tokens)
+
+    def publish(self) -> int | None:
+        """Makes a version for readers of the present values, as the last ``step()`` left them.
+
+        Call it on every worker, or on worker 0 alone: on others it does nothing. It does not wait until readers have
+        the version, and no later step changes what is in it. In other modes than Sync each shard takes part with what
+        it has when it hears of it.
+
+        Returns:
+            On worker 0 the version's counter, which readers see; None where the version was left out, because readers
+            hold all snapshot buffers. None on other workers.
+
+        Raises:
+            ArgumentError: The optimizer has no ``publish=``, or gradients are being pushed.
+            WaitTimeout: With ``Every(when_held="wait")``, readers hold the buffers for too long; or a server is late.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._alone.calling("publish()"), self._worker.member.explained():
+            if self._publishing is None:
+                raise ArgumentError("this optimizer makes no versions: construct it with publish=True")
+            if any(part.is_open for part in self._parts):
+                raise ArgumentError("publish between two steps: gradients are in flight")
+            return self._publishing.publish()
+
+    @property
+    def _client(self) -> StoreClient:
+        """Of the only store, where there are versions for readers."""
+        return self._parts[0].client if self._local is None else self._local.client
 
     # ---- the rest of torch's interface
 

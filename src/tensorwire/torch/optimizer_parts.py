@@ -24,6 +24,7 @@ from tensorwire.torch.origin import Origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import Part, StoreSettings
+from tensorwire.torch.publishing import Publishing
 from tensorwire.torch.roots import named_parameters, with_names
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.stepping import Stepping
@@ -40,6 +41,7 @@ class OptimizerParts(torch.optim.Optimizer):
     _alone: Alone
     _class: type[torch.optim.Optimizer]
     _settings: StoreSettings
+    _publishing: Publishing | None
     _model: torch.nn.Module | None
     _steps: Stepping
     _parts: list[Part]
@@ -78,6 +80,7 @@ class OptimizerParts(torch.optim.Optimizer):
             bucket_bytes,
             self._settings.compression,
             self._settings.shards,
+            self._settings.publish,
             self._course,
         )
         params = self._local.params
@@ -110,6 +113,8 @@ class OptimizerParts(torch.optim.Optimizer):
         for group, name, p in named:
             if id(p) not in sparse:
                 continue
+            if self._settings.publish is not None:
+                raise Unsupported(f"parameter {name!r} has sparse gradients: publish= does not take it so far")
             if self._clip:
                 raise Unsupported(f"parameter {name!r} has sparse gradients: use no max_grad_norm, error_if_nonfinite")
             mode = self._settings.mode
@@ -142,6 +147,8 @@ class OptimizerParts(torch.optim.Optimizer):
         with self._alone.calling("add_param_group()"):
             if self._local is not None:
                 raise Unsupported(f"mode={self._settings.mode!r} takes no more parameters after construction so far")
+            if self._publishing is not None:
+                raise Unsupported("an optimizer with publish= takes no more parameters after construction so far")
             self._add_group(param_group)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:

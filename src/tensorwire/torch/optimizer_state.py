@@ -86,6 +86,8 @@ class OptimizerState(OptimizerParts):
                 was changed.
         """
         with self._between_steps("load_state_dict()"):
+            if self._publishing is not None:
+                self._publishing.run += 1
             if self._local is not None:
                 stored = state_dict.get(STORE)
                 if stored is not None:

@@ -26,6 +26,7 @@ from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import LEFT_OUT, StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.versions.every import PublishSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
 from tensorwire.torch.crossings import Streams, Values
@@ -51,6 +52,7 @@ class StoreSettings:
     mode: Mode = field(default_factory=Sync)
     compression: str = ""  # by name; empty: none
     shards: int | None = None  # one per server
+    publish: PublishSpec | None = None  # readers get versions
 
 
 class Part:
@@ -126,6 +128,7 @@ class Part:
             compression=settings.compression,
             shards=settings.shards,
             overlap=settings.overlap,
+            publish=settings.publish,
         )
         return join_store(worker, spec)
 

@@ -1,0 +1,103 @@
+"""``tw.store.connect()``: a process that is no part of a job becomes a reader of its versions."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from tensorwire.control import Member
+from tensorwire.control.locality import why_not_shm
+from tensorwire.control.names import MOST_READERS, READER
+from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
+from tensorwire.launch.place import device_choice, listening_interface
+from tensorwire.launch.secret import file_secret
+from tensorwire.store.modes import Sync
+from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.versions.handover import Announcement, find_numbered
+from tensorwire.store.versions.reader import Reader
+from tensorwire.store.versions.sources import Files, Remote, Source
+from tensorwire.store.versions.version_files import find_job, living_jobs
+from tensorwire.store.versions.version_layout import VersionLayout
+
+_TRIES = 8  # of names that another reader may have
+
+
+def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -> Reader:
+    """Becomes a reader of the versions that a job publishes, without joining it: the job neither waits for this
+    process nor misses it.
+
+    Args:
+        job: The job's name, for a job of this user with its servers on this machine; None: the only one. Or
+            ``HOST:PORT``, the address of its coordinator: ``--rendezvous`` of ``tensorwire run``. The secret is then
+            that in ``TENSORWIRE_SECRET_FILE``.
+        number: Which of the job's optimizers with ``publish=``, in the order of their construction.
+        timeout: Seconds to wait for the job to have it.
+
+    Returns:
+        The reader; ``close()`` it when it is no longer needed.
+
+    Raises:
+        ArgumentError: There is no such job, or several; or ``job`` or the environment is wrong.
+        AuthenticationError: The job has another secret.
+        PeerLost: Nobody answers at that address.
+        WaitTimeout: The job has no such optimizer within ``timeout`` seconds.
+        JobEnded: The job ended meanwhile.
+    """
+    address, secret = _find(job)
+    member = _join(address, secret, timeout)
+    try:
+        try:
+            found = find_numbered(member, number, timeout)
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"the job has no optimizer with publish= of number {number} after {timeout:g} s: is it constructed?"
+            ) from None
+        layout = _layout(member, found.store)
+        folder = _reachable(member, found)
+        source: Source
+        source = Remote(member, found.store, layout, timeout) if folder is None else Files(folder, layout)
+        return Reader(member, found.store, source, layout, folder)
+    except BaseException:
+        member.close()
+        raise
+
+
+def _find(job: str | None) -> tuple[str, bytes]:
+    if job is not None and ":" in job:
+        return job, file_secret(os.environ).encode()
+    if job is not None:
+        return find_job(job)
+    there = living_jobs()
+    if len(there) != 1:
+        what = f"several jobs publish versions here: {', '.join(there)}" if there else "no job publishes versions here"
+        raise ArgumentError(f"{what}: give connect() the name of one, or HOST:PORT of its coordinator")
+    return find_job(there[0])
+
+
+def _join(address: str, secret: bytes, timeout: float) -> Member:
+    interface, device = listening_interface(address, os.environ), device_choice(os.environ)
+    for last in reversed(range(_TRIES)):
+        try:
+            index = secrets.randbelow(MOST_READERS)
+            return Member(address, secret, READER, index, device=device, interface=interface, timeout=timeout)
+        except ProtocolError:
+            if not last:
+                raise
+    raise AssertionError
+
+
+def _layout(member: Member, store: str) -> VersionLayout:
+    packed = member.client.lookup(store, owner="worker 0")
+    spec = msgspec.msgpack.decode(packed, type=StoreSpec)
+    plan = spec.plan(member.client.welcome.servers)
+    return VersionLayout(plan, by_bucket=not isinstance(spec.mode, Sync))
+
+
+def _reachable(member: Member, found: Announcement) -> Path | None:
+    """The folder of the versions, if this process can map the files in it."""
+    folder = Path(found.folder)
+    near = why_not_shm(found.where, member.where) is None and device_choice(os.environ) in ("auto", "shm")
+    return folder if near and folder.is_dir() else None

@@ -1,0 +1,149 @@
+"""The publisher's side of readers that cannot map its files: they read buffers one-sidedly, under leases.
+
+A reader knows three regions: the *board*, which says which version is in which buffer; the buffers; and its own *lease*
+here, which says which version it has, and which it alone writes. It writes the lease, looks whether that version is
+still the newest, reads, and looks whether the buffer still has it. Before a buffer is filled anew, another version is
+the newest on the board, and only then are the leases looked at: a reader that came before has a lease that is seen
+here, and one that comes after finds that there is a newer version. Then the board says that the buffer has no version:
+a reader whose lease was revoked, because it had not changed for too long, sees that in the end, and throws away what it
+has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from tensorwire.control import Member
+from tensorwire.device import Region
+from tensorwire.errors import TensorwireError
+
+WORD = 8
+LEASE_BYTES = 2 * WORD  # a word that grows with every sign of life, and the version that the reader has, 0 for none
+
+
+def board_word(counter: int, buffer: int) -> int:
+    """The board's first word: the version that is published, and where it is."""
+    return counter * 256 + buffer
+
+
+def read_board(board: memoryview) -> tuple[int, int]:
+    """The version that is published, and its buffer; version 0: there is none."""
+    counter, buffer = divmod(int(np.frombuffer(board, np.uint64, 1)[0]), 256)
+    return counter, buffer
+
+
+def holds(board: memoryview, buffer: int, counter: int) -> bool:
+    """Whether the buffer still has that version."""
+    return int(np.frombuffer(board, np.uint64, 1, WORD * (1 + buffer))[0]) == counter
+
+
+def topic(store: str, what: str) -> str:
+    """What words between readers and the publisher are about: ``hello``, its answer ``opened``, or ``ask``."""
+    return f"{store}/{what}"
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What a reader may read, and its lease: packed regions."""
+
+    board: bytes
+    buffers: list[bytes]
+    lease: bytes
+
+
+@dataclass
+class _Lease:
+    region: Region
+    seen: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+
+class Readers:
+    """The readers of a store that reach it over a network.
+
+    ``buffers``: the memory of the snapshot buffers. A lease is revoked after ``silent`` seconds without a change.
+    """
+
+    def __init__(self, member: Member, store: str, buffers: list[memoryview], silent: float) -> None:
+        self._member, self._store, self._memory, self._silent = member, store, buffers, silent
+        self._words = np.zeros(1 + len(buffers), np.uint64)
+        devices = [device for device in member.devices.values() if device.capabilities.shares_registered]
+        self._boards = {device.name: device.register(self._words) for device in devices}
+        self._buffers: dict[str, list[Region]] = {}  # by device, once a reader has come
+        self._leases: dict[str, _Lease] = {}  # by reader
+        self._lock = threading.Lock()
+        member.client.on_told(topic(store, "hello"), self._come)
+
+    # ---- readers come and go
+
+    def _come(self, reader: str, _: bytes) -> None:
+        threading.Thread(target=self._admit, args=(reader,), name=f"{self._store} {reader}", daemon=True).start()
+
+    def _admit(self, reader: str) -> None:
+        """Whatever goes wrong with a reader is the reader's affair."""
+        with contextlib.suppress(TensorwireError):
+            channel = self._member.channel(reader)
+            name = channel.device.name
+            if name not in self._boards:
+                return  # the only device that both have maps memory, and it does not reach us
+            lease = _Lease(channel.device.allocate(LEASE_BYTES))
+            with self._lock:
+                self._leases[reader] = lease
+                if name not in self._buffers:
+                    self._buffers[name] = [channel.device.register(memory) for memory in self._memory]
+            channel.on_lost(lambda _: self._drop(reader))
+            regions = [self._boards[name].remote("read"), lease.region.remote("write")]
+            board, own = (region.pack() for region in regions)
+            opened = Opened(board, [each.remote("read").pack() for each in self._buffers[name]], own)
+            self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
+
+    def _drop(self, reader: str) -> None:
+        with self._lock:
+            found = self._leases.pop(reader, None)
+        if found is not None:
+            found.region.close()
+            self._member.drop(reader)
+
+    # ---- versions
+
+    def announce(self, counter: int, buffer: int) -> None:
+        """Readers get this version from now on."""
+        self._store_word(1 + buffer, counter)
+        self._store_word(0, board_word(counter, buffer))
+
+    def withdraw(self, buffer: int) -> None:
+        """This buffer has no version any more: it is about to be filled."""
+        self._store_word(1 + buffer, 0)
+
+    def _store_word(self, at: int, value: int) -> None:
+        for board in self._boards.values():  # of the same memory
+            board.store(WORD * at, value)
+            board.fetch_add(WORD * at, 0)  # a full fence: what follows looks at leases
+            return
+
+    def hold(self, counter: int) -> bool:
+        """Whether a reader has a lease of that version, and is not silent."""
+        with self._lock:
+            leases = list(self._leases.values())
+        return any(self._is_held(each, counter) for each in leases)
+
+    def _is_held(self, lease: _Lease, counter: int) -> bool:
+        sign = lease.region.load(0)
+        if sign != lease.seen:
+            lease.seen, lease.since = sign, time.monotonic()
+        return lease.region.load(WORD) == counter and time.monotonic() - lease.since < self._silent
+
+    def close(self) -> None:
+        """The store has ended."""
+        self._member.client.on_told(topic(self._store, "hello"), None)
+        with self._lock:
+            leases, self._leases = self._leases, {}
+        for each in leases.values():
+            each.region.close()
+        for region in [*self._boards.values(), *(r for regions in self._buffers.values() for r in regions)]:
+            region.close()

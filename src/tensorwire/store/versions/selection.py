@@ -1,0 +1,126 @@
+"""What a reader wants of a version, as spans of the file: made once, and read for every version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from tensorwire.edge.tensor import DTYPES
+from tensorwire.errors import ArgumentError
+from tensorwire.sizes import round_up
+from tensorwire.store.sharding import ALIGNMENT
+from tensorwire.store.versions.version_layout import FileTensor
+
+
+class ReadSpan(NamedTuple):
+    """``nbytes`` at ``file`` in the file, and at ``memory`` in what a reader has read."""
+
+    file: int
+    memory: int
+    nbytes: int
+
+
+class Chosen(NamedTuple):
+    """What is read of a tensor: its dtype and shape then, and where it begins in what is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``tensors``, by name, and the ``spans`` that hold them; ``nbytes``: the size of the memory that these fill."""
+
+    tensors: dict[str, Chosen]
+    spans: tuple[ReadSpan, ...]
+    nbytes: int
+
+    @property
+    def payload(self) -> int:
+        """How many bytes are read."""
+        return sum(span.nbytes for span in self.spans)
+
+
+def select(
+    held: Mapping[str, FileTensor],
+    names: Iterable[str] | None = None,
+    slices: Mapping[str, Sequence[slice]] | None = None,
+) -> Selection:
+    """What to read for some tensors, or parts of them. ``names``: which; None: all, or those in ``slices``.
+
+    Raises `ArgumentError` for a name that the version does not have, and for slices that do not fit.
+    """
+    slices = slices or {}
+    wanted = list(names) if names is not None else list(slices or held)
+    if strange := sorted({*wanted, *slices} - held.keys()):
+        raise ArgumentError(f"the version has no tensor {strange[0]!r}")
+    tensors: dict[str, Chosen] = {}
+    spans: list[ReadSpan] = []
+    end = 0
+    for name in sorted(wanted, key=lambda name: held[name].start):
+        end = round_up(end, ALIGNMENT)
+        shape, found = _spans(name, held[name], slices.get(name, ()), end)
+        tensors[name] = Chosen(held[name].dtype, shape, end)
+        spans += found
+        end += sum(span.nbytes for span in found)
+    return Selection(tensors, tuple(_joined(spans)), end)
+
+
+def _spans(name: str, held: FileTensor, slices: Sequence[slice], memory: int) -> tuple[tuple[int, ...], list[ReadSpan]]:
+    """The shape of a part of a tensor, and its spans in the order of its elements."""
+    ranges = _ranges(name, held, slices)
+    shape = tuple(map(len, ranges))
+    whole = len(ranges)  # how many dimensions from the last one on are whole
+    while whole and shape[whole - 1] == held.shape[whole - 1]:
+        whole -= 1
+    size, strides = DTYPES[held.dtype], [1] * len(held.shape)
+    for i in reversed(range(len(strides) - 1)):
+        strides[i] = strides[i + 1] * held.shape[i + 1]
+    if 0 in shape:
+        return shape, []
+    run = size * (strides[whole - 1] * shape[whole - 1] if whole else _product(held.shape))
+    spans: list[ReadSpan] = []
+    for place in product(*ranges[: max(0, whole - 1)]):
+        first = sum(i * stride for i, stride in zip(place, strides, strict=False))
+        first += ranges[whole - 1].start * strides[whole - 1] if whole else 0
+        spans.append(ReadSpan(held.start + size * first, memory + len(spans) * run, run))
+    return shape, spans
+
+
+def _ranges(name: str, held: FileTensor, slices: Sequence[slice]) -> list[range]:
+    given = tuple(slices) if isinstance(slices, (tuple, list)) else (slices,)
+    if len(given) > len(held.shape):
+        raise ArgumentError(f"{name!r} has {len(held.shape)} dimensions, and {len(given)} slices are given")
+    ranges = []
+    for size, part in zip(held.shape, (*given, *[slice(None)] * (len(held.shape) - len(given))), strict=True):
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise ArgumentError(f"{name!r}: a part is given by slices of step 1, not {part!r:.100}")
+        for bound in (part.start, part.stop):
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) > size):
+                raise ArgumentError(f"{name!r}: {bound!r} is outside of a dimension of {size}")
+        ranges.append(range(*part.indices(size)))
+    return ranges
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _joined(spans: Sequence[ReadSpan]) -> Iterable[ReadSpan]:
+    """The same, as few as possible."""
+    last: ReadSpan | None = None
+    for span in spans:
+        if last is not None and (last.file + last.nbytes, last.memory + last.nbytes) == (span.file, span.memory):
+            last = last._replace(nbytes=last.nbytes + span.nbytes)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last

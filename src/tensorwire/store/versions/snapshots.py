@@ -1,0 +1,239 @@
+"""A shard's part of versions: at a cut its buckets are copied into the version's file, before they change.
+
+A thread copies bucket by bucket as soon as there is a cut; whoever is about to change a bucket that is not there yet
+copies it first. So a cut costs one copy, and nothing is copied without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tensorwire.control import Member
+from tensorwire.control.locality import why_not_shm
+from tensorwire.device.mapped import unmap
+from tensorwire.edge import Consumer, Producer
+from tensorwire.errors import JobEnded, PeerLost, RegionClosed, Unsupported, WaitTimeout
+from tensorwire.observe import counters, failpoints
+from tensorwire.store.endpoints import find
+from tensorwire.store.sharding import StorePlan
+from tensorwire.store.versions.cuts import Cut, CutReport, report_bytes, unpack_cut
+from tensorwire.store.versions.handover import PUBLISHER, ask, find_announcement
+from tensorwire.store.versions.version_files import mapped
+from tensorwire.store.versions.version_layout import VersionLayout
+
+_PATIENCE = 60.0  # between looks at the job while nobody makes a cut
+_Pieces = list[list[npt.NDArray[np.uint8]]]  # by bucket
+
+
+class ShardMemory(NamedTuple):
+    """A shard's parameters, ``buffers`` times one behind the other: those of round ``n`` at ``n % buffers``."""
+
+    parameters: memoryview
+    nbytes: int
+    buffers: int
+
+
+class Moments(NamedTuple):
+    """Of a mode without common rounds: ``at_rest()``, in which no bucket changes, and the updates that a bucket had."""
+
+    at_rest: Callable[[], AbstractContextManager[object]]
+    updates: Callable[[int], int]
+
+
+class _Filling:
+    """A cut that is not whole yet: the buckets that nobody copies, and those that somebody does."""
+
+    def __init__(self, cut: Cut, buckets: int) -> None:
+        self.cut, self.to_do, self.under_way = cut, set(range(buckets)), set[int]()
+
+
+class Snapshots:
+    """The snapshots of one shard of store ``name``.
+
+    Args:
+        member: This server.
+        name: The store's name.
+        plan: Its plan.
+        shard: The number of the shard.
+        memory: The shard's parameters.
+        count: How many snapshot buffers there are.
+        cuts: The cuts, from worker 0.
+        moments: None where all workers have their rounds together.
+
+    Raises:
+        Unsupported: The store's servers are not all on one machine.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        name: str,
+        plan: StorePlan,
+        shard: int,
+        memory: ShardMemory,
+        count: int,
+        cuts: Consumer,
+        moments: Moments | None,
+    ) -> None:
+        self._member, self._cuts, self._moments = member, cuts, moments
+        self._shard, self._rounds = shard, memory.buffers
+        self._buckets = len(plan.buckets[shard])
+        self._sources: list[_Pieces] = []
+        self._targets: list[_Pieces] = []
+        self._map(name, plan, memory, count)
+        self._open_report(name)
+        self._completed, self._taken, self._closed = 0, 0, False
+        self._filling: _Filling | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"{name} snapshots {shard}", daemon=True)
+        self._thread.start()
+
+    def _map(self, name: str, plan: StorePlan, memory: ShardMemory, count: int) -> None:
+        """Where each piece comes from and goes to."""
+        found = find_announcement(self._member, name)
+        if why := why_not_shm(found.where, self._member.where):
+            raise Unsupported(f"publish= needs all servers of a job on one machine: {why}")
+        layout = VersionLayout(plan, by_bucket=self._moments is not None)
+        places = [layout.places(bucket) for bucket in plan.buckets[self._shard]]
+        for start in range(0, memory.buffers * memory.nbytes or 1, memory.nbytes or 1):
+            self._sources.append(
+                [[np.frombuffer(memory.parameters, np.uint8, p.nbytes, start + p.shard) for p in b] for b in places]
+            )
+        for fd in ask(found.socket, count):
+            file = mapped(fd, layout.nbytes)
+            os.close(fd)
+            self._targets.append([[np.frombuffer(file, np.uint8, p.nbytes, p.file) for p in b] for b in places])
+
+    def _open_report(self, name: str) -> None:
+        channel = self._member.channel(PUBLISHER)
+        self._channel = channel
+        self._theirs, _ = find(self._member, f"{name}/report {self._shard}", PUBLISHER)
+        nbytes = report_bytes(self._buckets)
+        self._staging = None if channel.device.capabilities.maps else channel.device.allocate(nbytes)
+        self._reports = Producer(
+            channel,
+            self._theirs.view(0, 8),
+            slots=[self._theirs.view(8, nbytes)],
+            source=[] if self._staging is None else [self._staging.view()],
+        )
+        self._report = CutReport(self._reports.memory, self._buckets)
+
+    # ---- what the mode tells
+
+    def completed(self, round: int) -> None:
+        """All buckets have the version of a common round."""
+        with self._changed:
+            self._completed = round
+            self._changed.notify_all()
+
+    def before_round(self, round: int) -> None:
+        """Worker 0 has begun the common round ``round``: a cut that it made before is there, or one that is of this."""
+        if self._cuts.ready(self._taken + 1) and self._next().round < round:
+            self._take()
+
+    def before_write(self, bucket: int, round: int = 0) -> None:
+        """A bucket is about to change where round ``round`` has its place. The caller keeps others from it."""
+        filling = self._filling
+        if filling is not None and (round - filling.cut.round) % self._rounds == 0:
+            self._copy_once(filling, bucket)
+
+    # ---- a cut
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._cuts.receive(self._taken + 1, _PATIENCE)
+                self._fill_next()
+            except WaitTimeout:
+                if self._member.client.ended.is_set():
+                    return
+            except (JobEnded, PeerLost, RegionClosed):
+                return  # the end of the store, or one whose cause others tell
+            except Exception as error:
+                self._member.fail(f"stopped: cannot make a version: {type(error).__name__}: {error}")
+                return
+
+    def _fill_next(self) -> None:
+        cut = self._next()
+        with self._changed:
+            if self._moments is None:
+                self._changed.wait_for(lambda: self._closed or self._completed >= cut.round)
+            if self._closed:
+                raise RegionClosed("the store has ended")
+        filling = self._take()
+        for bucket in range(self._buckets):
+            if filling is not None:
+                self._copy_once(filling, bucket)
+
+    def _next(self) -> Cut:
+        block = self._cuts.receive(self._taken + 1, 0.0)
+        assert block is not None
+        return unpack_cut(block)
+
+    def _take(self) -> _Filling | None:
+        """From now on the state is kept as it is, bucket by bucket, until it has been copied."""
+        with contextlib.nullcontext() if self._moments is None else self._moments.at_rest(), self._changed:
+            if not self._cuts.ready(self._taken + 1):
+                return self._filling  # another thread has taken it
+            cut = self._next()
+            self._taken = cut.counter
+            self._report.begin(cut)
+            if self._moments is not None:
+                self._report.updates[:] = [self._moments.updates(bucket) for bucket in range(self._buckets)]
+            self._filling = filling = _Filling(cut, self._buckets)
+        if not self._buckets:
+            self._end(filling)
+        return filling
+
+    def _copy_once(self, filling: _Filling, bucket: int) -> None:
+        """Returns when the bucket is in the file."""
+        with self._changed:
+            self._changed.wait_for(lambda: bucket not in filling.under_way)
+            if bucket not in filling.to_do:
+                return
+            filling.to_do.discard(bucket)
+            filling.under_way.add(bucket)
+        self._copy(filling.cut, bucket)
+        with self._changed:
+            filling.under_way.discard(bucket)
+            self._changed.notify_all()
+            last = not filling.to_do and not filling.under_way
+        if last:
+            self._end(filling)
+
+    def _copy(self, cut: Cut, bucket: int) -> None:
+        checksum = xxhash.xxh3_64()
+        sources = self._sources[cut.round % self._rounds][bucket]
+        for source, target in zip(sources, self._targets[cut.buffer][bucket], strict=True):
+            np.copyto(target, source)
+            checksum.update(target.data)
+            counters.add(copies=1, copied_bytes=source.nbytes)
+        self._report.checksums[bucket] = checksum.intdigest()
+
+    def _end(self, filling: _Filling) -> None:
+        """All of it has been copied."""
+        self._filling = None
+        cut = filling.cut
+        if failpoints.listener is not None:
+            failpoints.reach("primary", self._shard, cut.counter, "filled")
+        self._reports.slot(cut.counter)
+        self._reports.send(cut.counter)
+
+    def close(self) -> None:
+        """The store has ended: no cut follows. Call it when its memory is closed, which ends the thread's wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._staging is not None:
+            self._staging.close()
+        unmap(self._channel, self._theirs)

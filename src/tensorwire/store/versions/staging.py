@@ -1,0 +1,136 @@
+"""A version on its way into a module: tensors over what was read, and the copy that changes the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tensorwire.errors import ArgumentError
+from tensorwire.store.versions.selection import Chosen, ReadSpan, Selection
+from tensorwire.store.versions.sources import Bytes, OpenVersion
+from tensorwire.store.versions.version_layout import FileTensor, Version, VersionLayout
+
+_MOST_NAMES = 4
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what changes, and what it becomes
+
+
+def whole_file(layout: VersionLayout) -> Selection:
+    """All tensors, as far from the first one as in the file."""
+    tensors = {name: Chosen(held.dtype, held.shape, held.start - layout.data) for name, held in layout.held.items()}
+    nbytes = layout.nbytes - layout.data
+    return Selection(tensors, (ReadSpan(layout.data, 0, nbytes),) if nbytes else (), nbytes)
+
+
+def views(memory: Bytes, selection: Selection) -> dict[str, torch.Tensor]:
+    """The tensors of a selection over the memory that it was read into."""
+    found = {}
+    for name, (dtype, shape, start) in selection.tensors.items():
+        kind: torch.dtype = getattr(torch, dtype)
+        count = torch.Size(shape).numel() * kind.itemsize
+        found[name] = (
+            torch.from_numpy(memory[start : start + count]).view(kind).view(shape)
+            if count
+            else torch.empty(shape, dtype=kind)
+        )
+    return found
+
+
+def match(module: torch.nn.Module, held: Mapping[str, FileTensor], *, strict: bool) -> dict[str, torch.Tensor]:
+    """The module's tensors that a version changes, by name.
+
+    A tensor that the module has under two names is in a version under one. Raises `ArgumentError` where shapes or
+    kinds of numbers differ, and with ``strict`` where names do.
+    """
+    mine: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+    found = {name: mine[name] for name in held if name in mine}
+    covered = {_memory(tensor) for tensor in found.values()}
+    missing = [name for name, tensor in mine.items() if name not in found and _memory(tensor) not in covered]
+    strange = [name for name in held if name not in mine]
+    if strict and (missing or strange):
+        raise ArgumentError(
+            "the version is not one of this module: "
+            + "; ".join(f"{what} {_listed(n)}" for what, n in (("it lacks", missing), ("it has", strange)) if n)
+            + ": load what it lacks by other means, and pass strict=False"
+        )
+    for name, tensor in found.items():
+        dtype: torch.dtype = getattr(torch, held[name].dtype)
+        if tuple(tensor.shape) != held[name].shape:
+            raise ArgumentError(
+                f"{name!r} is {list(tensor.shape)} in the module, {list(held[name].shape)} in the version"
+            )
+        if tensor.dtype.is_floating_point != dtype.is_floating_point:
+            raise ArgumentError(f"{name!r} is {tensor.dtype} in the module, and {dtype} in the version")
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
+
+
+class Staged:
+    """A version that was read and checked, until the reader stages the next one, or ``close()``.
+
+    Attributes:
+        version (Version): Its name.
+        tensors (dict[str, torch.Tensor]): Its tensors by name. Copy what is to outlive this object.
+    """
+
+    def __init__(
+        self,
+        opened: OpenVersion,
+        tensors: dict[str, torch.Tensor],
+        held: Mapping[str, FileTensor],
+        take: Callable[[Version, Pairs], None],
+    ) -> None:
+        """``take`` copies, and remembers the version."""
+        self._opened, self._held, self._take = opened, held, take
+        self.version = opened.manifest.version
+        self.tensors = tensors
+        self._prepared: dict[int, Pairs] = {}
+        self._closed = False
+
+    def convert_for(self, module: torch.nn.Module, *, strict: bool = True) -> None:
+        """Checks that ``module`` can take the version, and converts dtypes, so that ``commit`` need not.
+
+        Args:
+            module: The model.
+            strict: As for `Reader.stage`.
+
+        Raises:
+            ArgumentError: It cannot.
+        """
+        targets = match(module, self._held, strict=strict)
+        self._prepared[id(module)] = [(t.detach(), self.tensors[name].to(t.dtype)) for name, t in targets.items()]
+
+    def commit(self, module: torch.nn.Module, *, strict: bool = True) -> Version:
+        """Copies the version into a module, under the reader's lock. It may be repeated, also for other modules.
+
+        Args:
+            module: The model.
+            strict: As for `Reader.stage`, where the module was not given there.
+
+        Returns:
+            The version.
+
+        Raises:
+            ArgumentError: The module does not fit, and is unchanged; or another version was staged since.
+        """
+        if self._closed:
+            raise ArgumentError(f"version {self.version} is not staged any more: stage a version, and commit that")
+        if id(module) not in self._prepared:
+            self.convert_for(module, strict=strict)
+        self._take(self.version, self._prepared[id(module)])
+        return self.version
+
+    def close(self) -> None:
+        """Gives the version back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.tensors, self._prepared = {}, {}
+            self._opened.close()

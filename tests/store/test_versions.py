@@ -1,0 +1,554 @@
+"""Versions for readers: whole, in every mode, whatever readers do, and gone with the job."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import Job
+from tensorwire.errors import ArgumentError, ChecksumMismatch, VersionExpired, WaitTimeout
+from tensorwire.observe import counters
+from tensorwire.store import EASGD, SSP, Async, DiLoCo, Every, LocalSGD, Reader, Sync
+from tensorwire.store.modes import Mode
+from tensorwire.store.versions.sources import FileVersion
+from tensorwire.store.versions.version_files import BUFFERS, job_folder
+from tests.harness.jobs import run_job
+from tests.levels import mostly_long
+
+SIZES = (3000, 5, 5000, 1)
+
+
+@contextlib.contextmanager
+def reading(job: Job, device: str = "auto", **options: Any) -> Iterator[Reader]:
+    """A reader in this process; ``device``: ``auto`` maps files, ``tcp`` reads one-sidedly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORWIRE_DEVICE", device)
+        reader = tw.store.connect(job.name, **options)
+    with reader:
+        yield reader
+
+
+def parameters(value: float = 0.0) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"p{i}", torch.nn.Parameter(torch.full((size,), value))) for i, size in enumerate(SIZES)]
+
+
+def counting(publish: Every | bool = True, mode: Mode | None = None, **options: Any) -> Any:
+    """An optimizer of parameters whose elements all count the steps; and what steps it."""
+    params = parameters()
+    chosen = {"bucket_bytes": 4096, "mode": mode or Sync(), **options}
+    optimizer = tw.torch.StoreOptimizer(params, torch.optim.SGD, lr=1.0, publish=publish, **chosen)
+
+    def step() -> None:
+        for _, p in params:
+            p.grad = torch.full_like(p, -1.0)
+        optimizer.step()
+
+    return optimizer, step
+
+
+def only(tensors: dict[str, torch.Tensor]) -> float:
+    """The value that all elements of a version have."""
+    values = {float(v) for tensor in tensors.values() for v in (tensor.min(), tensor.max())}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+# ---- what a version contains
+
+
+def every_second(job: Job, device: str, overlap: bool) -> list[tuple[int, int, float]]:
+    optimizer, step = counting(Every(2), overlap=overlap)
+    seen = []
+    with reading(job, device) as reader:
+        for number in range(1, 8):
+            step()
+            counter = 1 + number // 2
+            if job.rank == 0:
+                version, tensors = reader.pull(counter)
+                seen.append((version.counter, reader.wait(counter), only(tensors)))
+            job.barrier()
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize(("device", "overlap"), [("auto", False), ("tcp", False), ("auto", True)])
+def test_a_version_is_the_state_after_its_step(device: str, overlap: bool) -> None:
+    (seen, _) = run_job(every_second, device, overlap, servers=2).ok()
+    assert seen == [(c, c, 2.0 * (c - 1)) for c in (1, 2, 2, 3, 3, 4, 4)]
+
+
+def overlapped(job: Job) -> list[bool]:
+    """Worker 0 makes a version of a step for which worker 1 has not pushed yet."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Linear(50, 10))
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=True, overlap=True, bucket_bytes=4096)
+    same = []
+    with reading(job) as reader:
+        for counter in (2, 3):
+            if job.rank:
+                job.barrier()
+            net(torch.ones(2, 60)).sum().backward()
+            optimizer.step()
+            optimizer.publish()
+            if not job.rank:
+                job.barrier()
+            optimizer.wait()
+            _, got = reader.pull(counter)
+            same += [torch.equal(got[name], value) for name, value in net.state_dict().items()]
+            job.barrier()
+    optimizer.close()
+    return same
+
+
+def test_a_version_waits_for_the_end_of_its_step() -> None:
+    assert run_job(overlapped).ok() == [[True] * 8] * 2
+
+
+def manifests(job: Job, mode: Mode) -> list[tuple[set[float], int]]:
+    """Each push adds 1 to every element. By bucket: the values in a version, and what its manifest says."""
+    optimizer, step = counting(True, mode)
+    found = []
+    with reading(job) as reader:
+        for _ in range(6):
+            step()
+            optimizer.publish()
+            opened = reader._open(2, 60.0)
+            assert isinstance(opened, FileVersion)
+            for places, updates in zip(reader._layout.buckets, opened.manifest.updates, strict=True):
+                values = (np.frombuffer(opened.memory, np.float32, p.nbytes // 4, p.file) for p in places)
+                found.append(({float(v) for each in values for v in each}, updates))
+            opened.close()
+        job.barrier()
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", [Async(), SSP(staleness=2)], ids=repr)
+def test_the_manifest_counts_the_updates_of_each_bucket(mode: Mode) -> None:
+    for found in run_job(manifests, mode, servers=2, workers=3).ok():
+        assert all(values == {float(updates)} for values, updates in found)
+        assert len({updates for _, updates in found}) > 1
+
+
+def raced_by_updates(job: Job, versions: int) -> int:
+    """Buckets change at any time, and each is copied at one moment: all elements of one have had as many updates."""
+    p = torch.nn.Parameter(torch.zeros(1 << 21))
+    options: dict[str, Any] = {"bucket_bytes": 4 << 20, "mode": Async()}
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, publish=Every(1), **options)
+    p.grad = torch.full_like(p, -1.0)
+    seen = set()
+    with reading(job) as reader:
+        while len(seen) < versions:
+            optimizer.step()
+            if job.rank == 0:
+                opened = reader._open(1, 60.0)
+                assert isinstance(opened, FileVersion)
+                for (place,), updates in zip(reader._layout.buckets, opened.manifest.updates, strict=True):
+                    values = np.frombuffer(opened.memory, np.float32, place.nbytes // 4, place.file)
+                    assert values.min() == values.max() == updates
+                seen.add(opened.manifest.counter)
+                opened.close()
+            else:
+                seen.add(len(seen))
+    job.barrier()
+    optimizer.close()
+    return len(seen)
+
+
+def test_no_update_shows_in_the_middle_of_a_bucket() -> None:
+    assert run_job(raced_by_updates, 40, workers=3).ok() == [40] * 3
+
+
+def local(job: Job, mode: Mode) -> tuple[list[float], list[float]]:
+    """What a version has, and what the workers have after an exchange of all of them."""
+    optimizer, step = counting(True, mode)
+    with reading(job) as reader:
+        step()
+        job.barrier()
+        optimizer.publish()
+        job.barrier()
+        _, tensors = reader.pull(2)
+        stored = optimizer.shared_state()
+        same = [torch.equal(tensors[name], value) for name, value in stored.items()]
+        job.barrier()
+    optimizer.close()
+    return same, sorted({float(v) for t in tensors.values() for v in t})
+
+
+@pytest.mark.parametrize("mode", [LocalSGD(every=1), EASGD(every=1), DiLoCo(every=1)], ids=repr)
+def test_a_version_of_workers_that_train_by_themselves_is_what_the_servers_have(mode: Mode) -> None:
+    for same, values in run_job(local, mode, servers=2).ok():
+        assert same == [True] * len(SIZES)
+        assert values[0] > 0
+
+
+def dtypes(job: Job) -> list[bool]:
+    """Integer and frozen parameters, NaN, half precision, and one tensor under two names."""
+    torch.manual_seed(job.rank)
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(30, 30), "b": torch.nn.Linear(30, 30)})
+    net["b"].weight = net["a"].weight
+    net["a"].bias.requires_grad_(False)
+    net["c"] = torch.nn.Embedding(3, 5).to(torch.bfloat16)
+    with torch.no_grad():
+        net["c"].weight[1] = float("nan")
+    net.register_parameter("whole", torch.nn.Parameter(torch.arange(9), requires_grad=False))
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=Every(1))
+    other = torch.nn.ModuleDict({"a": torch.nn.Linear(30, 30), "b": torch.nn.Linear(30, 30)})
+    other["b"].weight = other["a"].weight
+    other["c"] = torch.nn.Embedding(3, 5)
+    other.register_parameter("whole", torch.nn.Parameter(torch.zeros(9, dtype=torch.int64), requires_grad=False))
+    net["a"](torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    with reading(job) as reader:
+        reader.load_into(other, 2)
+    mine, theirs = net.state_dict(), other.state_dict()
+    same = [torch.equal(theirs[k].nan_to_num(7.0), mine[k].to(theirs[k].dtype).nan_to_num(7.0)) for k in mine]
+    optimizer.close()
+    return [*same, mine.keys() == theirs.keys()]
+
+
+def test_every_kind_of_parameter_reaches_a_module() -> None:
+    for same in run_job(dtypes).ok():
+        assert same == [True] * 7
+
+
+# ---- never torn
+
+
+def raced(job: Job, device: str, reads: int, sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    """Reads while the training goes at full speed. How many reads, of how many versions, and of how many steps."""
+    params = [(f"p{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
+    optimizer = tw.torch.StoreOptimizer(
+        params, torch.optim.SGD, lr=1.0, publish=Every(1), bucket_bytes=16384, error_if_nonfinite=False
+    )
+    for _, p in params:
+        p.grad = torch.full_like(p, -1.0)
+    over, failed, steps = threading.Event(), [], 0
+    seen: list[int] = []
+
+    def read() -> None:
+        try:
+            with reading(job, device) as reader:
+                into = {name: torch.empty_like(p) for name, p in params}
+                for _ in range(reads):
+                    version, tensors = reader.pull(seen[-1] if seen else 1, into=into)
+                    assert only(tensors) == version.step, "a mixed version"
+                    seen.append(version.counter)
+        except BaseException as error:
+            failed.append(error)
+        over.set()
+
+    thread = threading.Thread(target=read)
+    if job.rank == 0:
+        thread.start()
+    while not job.broadcast(float(over.is_set())):
+        optimizer.step()
+        steps += 1
+    if failed:
+        raise failed[0]
+    optimizer.close()
+    assert seen == sorted(seen)
+    return len(seen), len(set(seen)), steps
+
+
+RACES = [("auto", 2000, (9000, 5, 7000)), ("tcp", 1500, (9000, 5, 7000)), ("auto", 500_000, (9000, 5, 7000))]
+RACES += [("tcp", 500_000, (9000, 5, 7000)), ("auto", 20_000, (250_000, 5))]
+
+
+@pytest.mark.parametrize(("device", "reads", "sizes"), mostly_long(RACES, RACES[:2]))
+def test_no_read_is_torn_while_the_training_goes_on(device: str, reads: int, sizes: tuple[int, ...]) -> None:
+    (read, versions, steps), _ = run_job(raced, device, reads, sizes, servers=2).ok()
+    assert read == reads
+    assert versions > reads / 100
+    assert steps > versions
+
+
+# ---- readers that keep versions
+
+
+def held(job: Job, when_held: str) -> tuple[list[int | None], float, float]:
+    """A reader keeps version 2 as the training goes on."""
+    optimizer, step = counting(Every(None, when_held=when_held))
+    made, kept, newest = [], 0.0, 0.0
+    if job.rank == 0:
+        with reading(job) as reader:
+            step()
+            made.append(optimizer.publish())
+            staged = reader.stage(2)
+            step()
+            made.append(optimizer.publish())
+            step()
+            if when_held == "wait":  # somebody else lets go of it, when worker 0 waits
+                waited = optimizer._client._wait
+                optimizer._client._wait = lambda *a: (staged.close() if len(made) == 2 else None, waited(*a))
+            kept = only(staged.tensors)
+            made.append(optimizer.publish())
+            assert when_held == "wait" or only(staged.tensors) == kept
+            staged.close()
+            reader.wait(made[-1] or 3)
+            _, tensors = reader.pull(made[-1] or 3)
+            newest = only(tensors)
+            step()
+            made.append(optimizer.publish() or optimizer.publish())
+            job.barrier()
+    else:
+        for _ in range(4):
+            step()
+        job.barrier()
+    optimizer.close()
+    return made, kept, newest
+
+
+def test_where_readers_hold_all_buffers_a_version_is_left_out() -> None:
+    (made, kept, newest), _ = run_job(held, "skip").ok()
+    assert made[:3] == [2, 3, None]
+    assert (kept, newest) == (1.0, 2.0)
+
+
+def test_where_readers_hold_all_buffers_the_training_may_wait() -> None:
+    (made, kept, newest), _ = run_job(held, "wait").ok()
+    assert made == [2, 3, 4, 5]
+    assert (kept, newest) == (1.0, 3.0)
+
+
+def stopped(job: Job) -> tuple[str, float]:
+    """A reader that falls silent in the middle of a read over the network, and what it gets then."""
+    optimizer, step = counting(Every(1, when_held="wait"), bucket_bytes=4096)
+    if job.rank:
+        for _ in range(4):
+            step()
+        optimizer.close()
+        return "", 0.0
+    with reading(job, "tcp") as reader:
+        opened = reader._open(1, 60.0)
+        for _ in range(4):
+            step()  # the last one waits for a buffer, until the lease is revoked
+        with pytest.raises(VersionExpired) as raised:
+            opened.read([])
+        opened.close()
+        _, tensors = reader.pull(4)
+    optimizer.close()
+    return str(raised.value), only(tensors)
+
+
+def impatient() -> None:
+    """A lease counts for a moment."""
+    from tensorwire.store.versions import publisher
+    from tensorwire.store.versions.readers import Readers
+
+    publisher.Readers = lambda member, store, buffers, _: Readers(member, store, buffers, 0.05)  # type: ignore
+
+
+def test_a_silent_lease_is_revoked() -> None:
+    (why, value), _ = run_job(stopped, prepare=impatient).ok()
+    assert "version 1 was taken back, because this reader was silent for too long" in why
+    assert value >= 3.0
+
+
+def dropped(job: Job, device: str) -> list[int | None]:
+    """A reader that is gone holds nothing."""
+    optimizer, step = counting(Every(1, when_held="wait"))
+    if job.rank == 0:
+        with reading(job, device) as reader:
+            reader._open(1, 60.0)  # and it is never closed
+    for _ in range(4):
+        step()
+    job.barrier()
+    optimizer.close()
+    return []
+
+
+def forbearing() -> None:
+    """A lease counts as long as its reader lives."""
+    from tensorwire.store.versions import publisher
+    from tensorwire.store.versions.readers import Readers
+
+    publisher.Readers = lambda member, store, buffers, _: Readers(member, store, buffers, 1e9)  # type: ignore
+
+
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_a_reader_that_is_gone_holds_nothing(device: str) -> None:
+    run_job(dropped, device, prepare=forbearing).ok()
+
+
+# ---- what readers ask for
+
+
+def parts(job: Job, device: str) -> tuple[list[bool], list[int]]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 40))
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=True, bucket_bytes=4096)
+    want = {name: value.clone() for name, value in net.state_dict().items()}
+    same, sizes = [], []
+    with reading(job, device) as reader:
+        slices = {"0.weight": [slice(5, 9)], "1.weight": [slice(1, None), slice(-7, -1)]}
+        into = {"0.weight": torch.empty(4, 20), "1.weight": torch.empty(39, 6)}
+        for _ in range(3):
+            before = counters.bytes if device == "tcp" else counters.copied_bytes
+            _, got = reader.pull(1, slices=slices, into=into)
+            sizes.append((counters.bytes if device == "tcp" else counters.copied_bytes) - before)
+            if device == "tcp":
+                sizes[-1] -= reader._layout.data  # the header
+            same.append(got["0.weight"] is into["0.weight"])
+            same += [torch.equal(got[name], want[name][tuple(part)]) for name, part in slices.items()]
+        registered = counters.registrations
+        _, got = reader.pull(1, slices=slices, into=into)
+        sizes.append(counters.registrations - registered)
+        _, got = reader.pull(1, names=["1.bias"])
+        same += [set(got) == {"1.bias"}, torch.equal(got["1.bias"], want["1.bias"])]
+        with pytest.raises(ArgumentError, match=r"into\['0\.weight'\] is torch.float32 \[4, 20\], and"):
+            reader.pull(1, names=["0.weight"], into=into)
+        with pytest.raises(ArgumentError, match="no tensor 'x'"):
+            reader.pull(1, names=["x"])
+    job.barrier()
+    optimizer.close()
+    return same, sizes
+
+
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_readers_get_what_they_ask_for_and_read_no_more(device: str) -> None:
+    for same, sizes in run_job(parts, device).ok():
+        assert all(same)
+        payload = 4 * (4 * 20 + 39 * 6)
+        if device == "tcp":  # five looks at the board, and two words of the lease
+            payload += 5 * 8 * 3 + 2 * 8
+        assert sizes == [payload] * 3 + [0]
+
+
+def asked(job: Job) -> tuple[int, int]:
+    optimizer, step = counting(True)
+    step()
+    newest = 0
+    with reading(job) as reader:
+        before = reader.newest()
+        job.barrier()
+        if job.rank == 0:
+            reader.ask()
+        seen = job.broadcast(0.0)
+        while not seen:  # the word is on its way
+            step()
+            seen = job.broadcast(float(reader.newest() > before))
+        for _ in range(3):
+            step()
+        job.barrier()
+        newest = reader.newest()
+    optimizer.close()
+    return before, newest
+
+
+def test_a_reader_that_asks_gets_one_version() -> None:
+    for before, newest in run_job(asked).ok():
+        assert (before, newest) == (1, 2)
+
+
+# ---- staging
+
+
+def staged(job: Job, device: str) -> list[str]:
+    torch.manual_seed(3)
+    net = torch.nn.Linear(40, 50)
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=True, bucket_bytes=4096)
+    other, seen = torch.nn.Linear(40, 50), []
+    initial = other.weight.clone()
+    with reading(job, device) as reader:
+        first = reader.stage(1, module=other)
+        assert reader.version is None
+        assert torch.equal(other.weight, initial), "nothing changes before the commit"
+        assert first.commit(other) == first.commit(other) == reader.version
+        assert torch.equal(other.weight, net.weight)
+        assert set(reader.seconds) == {"pause", "read", "verify", "convert"}
+        again = reader.stage(1)
+        whole = torch.nn.Module()
+        whole.register_buffer("weight", torch.zeros(50, 40, dtype=torch.int64))
+        whole.register_buffer("bias", torch.zeros(50))
+        for wrong in (torch.nn.Linear(40, 51), torch.nn.Linear(40, 50, bias=False), whole):
+            before = {name: value.clone() for name, value in wrong.state_dict().items()}
+            with pytest.raises(ArgumentError) as raised:
+                again.commit(wrong)
+            seen.append(str(raised.value))
+            assert all(torch.equal(before[name], value) for name, value in wrong.state_dict().items())
+        half = torch.nn.Linear(40, 50).to(torch.bfloat16)
+        again.commit(half)
+        assert torch.equal(half.weight, net.weight.bfloat16())
+        with pytest.raises(ArgumentError, match="is not staged any more"):
+            first.commit(other)
+        with pytest.raises(WaitTimeout, match=r"version 2 was not published within 0\.01 s: 1 is the newest"):
+            reader.stage(timeout=0.01)
+    with pytest.raises(ArgumentError, match="this reader was closed"):
+        reader.newest()
+    job.barrier()
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_a_module_changes_when_a_version_is_committed_and_not_before(device: str) -> None:
+    for shape, names, kinds in run_job(staged, device).ok():
+        assert shape == "'weight' is [51, 40] in the module, [50, 40] in the version"
+        assert names.startswith("the version is not one of this module: it has 'bias': load what it lacks")
+        assert kinds == "'weight' is torch.int64 in the module, and torch.float32 in the version"
+
+
+def damaged(job: Job, device: str) -> str:
+    net = torch.nn.Linear(40, 50)
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=True, bucket_bytes=4096)
+    other = torch.nn.Linear(40, 50)
+    before, why = other.weight.clone(), ""
+    if job.rank == 0:
+        with reading(job, device) as reader:
+            reader.wait()
+            (file,) = (job_folder(job.name) / BUFFERS).glob("*-0")
+            with file.open("r+b") as opened:  # as root only: the file is read-only
+                opened.seek(-1, 2)
+                opened.write(b"\xff")
+            with pytest.raises(ChecksumMismatch) as raised:
+                reader.load_into(other)
+            why = str(raised.value)
+            assert reader.version is None
+            assert torch.equal(other.weight, before)
+    job.barrier()
+    optimizer.close()
+    return why
+
+
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_a_wrong_byte_is_found_and_its_bucket_named(device: str) -> None:
+    why, _ = run_job(damaged, device).ok()
+    assert "bucket 2 of version 0.1." in why
+    assert "begins with 'bias', has another checksum than was published" in why
+
+
+def followed(job: Job) -> list[tuple[int, int]]:
+    optimizer, step = counting(Every(1, when_held="wait"))
+    other = torch.nn.ParameterDict(dict(parameters()))
+    seen: list[tuple[int, int]] = []
+
+    def follow() -> None:
+        with reading(job) as reader:
+            seen.extend((version.step, int(only(dict(other)))) for version in reader.follow(other))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    for _ in range(50):
+        step()
+    while not seen or seen[-1][0] < 50:
+        pass
+    job.barrier()
+    assert optimizer.param_groups
+    return [*seen, (thread.is_alive(), 0)]
+
+
+def test_a_module_follows_the_training() -> None:
+    for seen in run_job(followed).ok():
+        *versions, (alive, _) = seen
+        assert alive
+        assert all(step == value for step, value in versions)
+        assert versions == sorted(set(versions))
+        assert versions[-1] == (50, 50)
