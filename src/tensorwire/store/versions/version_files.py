@@ -27,6 +27,7 @@ import mmap
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def _is_kept(folder: Path) -> bool:
 
 
 _kept: dict[str, JobFolder] = {}  # by this process
+_lock = threading.Lock()
 
 
 class JobFolder:
@@ -104,31 +106,35 @@ class JobFolder:
     def __init__(self, job: str, address: str, secret: bytes) -> None:
         self._job, self._stores = job, 0
         self.path = job_folder(job)
-        self.path.mkdir(mode=0o700)
-        fd = os.open(self.path / _JOB, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        hidden = self.path.with_name(f".{self.path.name}")  # until it is locked: others take it for one that was left
+        hidden.mkdir(mode=0o700)
+        self._fd = os.open(hidden / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        (hidden / BUFFERS).mkdir(mode=0o700)
+        fd = os.open(hidden / _JOB, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(fd, "w") as file:
             file.write(f"{address}\n{secret.decode()}\n")
-        self._fd = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        (self.path / BUFFERS).mkdir(mode=0o700)
+        hidden.rename(self.path)
 
     @classmethod
     def open(cls, job: str, address: str, secret: bytes) -> JobFolder:
         """That of ``job``; made by the first store. What killed jobs have left is removed on the way."""
         remove_left()
-        found = _kept.get(job)
-        if found is None:
-            found = _kept[job] = cls(job, address, secret)
-        found._stores += 1
-        return found
+        with _lock:
+            found = _kept.get(job)
+            if found is None:
+                found = _kept[job] = cls(job, address, secret)
+            found._stores += 1
+            return found
 
     def close(self) -> None:
         """A store is done with it; the last one removes it."""
-        self._stores -= 1
-        if not self._stores:
-            del _kept[self._job]
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._fd)
+        with _lock:
+            self._stores -= 1
+            if not self._stores:
+                del _kept[self._job]
+                shutil.rmtree(self.path, ignore_errors=True)
+                os.close(self._fd)
 
 
 class VersionFiles:
