@@ -17,7 +17,6 @@ from tensorwire.errors import ArgumentError, ChecksumMismatch, VersionExpired, W
 from tensorwire.observe import counters
 from tensorwire.store import EASGD, SSP, Async, DiLoCo, Every, LocalSGD, Reader, Sync
 from tensorwire.store.modes import Mode
-from tensorwire.store.versions.sources import FileVersion
 from tensorwire.store.versions.version_files import BUFFERS, job_folder
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
@@ -119,8 +118,8 @@ def manifests(job: Job, mode: Mode) -> list[tuple[set[float], int]]:
         for _ in range(6):
             step()
             optimizer.publish()
-            opened = reader._open(2, 60.0)
-            assert isinstance(opened, FileVersion)
+            assert reader._files is not None
+            opened = reader._open_file(reader._files, 2, 60.0)
             for places, updates in zip(reader._layout.buckets, opened.manifest.updates, strict=True):
                 values = (np.frombuffer(opened.memory, np.float32, p.nbytes // 4, p.file) for p in places)
                 found.append(({float(v) for each in values for v in each}, updates))
@@ -148,8 +147,8 @@ def raced_by_updates(job: Job, versions: int) -> int:
         while len(seen) < versions:
             optimizer.step()
             if job.rank == 0:
-                opened = reader._open(1, 60.0)
-                assert isinstance(opened, FileVersion)
+                assert reader._files is not None
+                opened = reader._open_file(reader._files, 1, 60.0)
                 for (place,), updates in zip(reader._layout.buckets, opened.manifest.updates, strict=True):
                     values = np.frombuffer(opened.memory, np.float32, place.nbytes // 4, place.file)
                     assert values.min() == values.max() == updates
@@ -394,8 +393,7 @@ def parts(job: Job, device: str) -> tuple[list[bool], list[int]]:
             before = counters.bytes if device == "tcp" else counters.copied_bytes
             _, got = reader.pull(1, slices=slices, into=into)
             sizes.append((counters.bytes if device == "tcp" else counters.copied_bytes) - before)
-            if device == "tcp":
-                sizes[-1] -= reader._layout.data  # the header
+            sizes[-1] -= reader._layout.data  # the header
             same.append(got["0.weight"] is into["0.weight"])
             same += [torch.equal(got[name], want[name][tuple(part)]) for name, part in slices.items()]
         registered = counters.registrations
@@ -417,8 +415,9 @@ def test_readers_get_what_they_ask_for_and_read_no_more(device: str) -> None:
     for same, sizes in run_job(parts, device).ok():
         assert all(same)
         payload = 4 * (4 * 20 + 39 * 6)
-        if device == "tcp":  # five looks at the board, and two words of the lease
-            payload += 5 * 8 * 3 + 2 * 8
+        payload += 5 * 8 * 3  # looks at the board
+        if device == "tcp":
+            payload += 2 * 8  # the lease's version, and that there is none
         assert sizes == [payload] * 3 + [0]
 
 

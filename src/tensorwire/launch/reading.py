@@ -9,16 +9,15 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.control import Member
-from tensorwire.control.locality import why_not_shm
 from tensorwire.control.names import MOST_READERS, READER
 from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 from tensorwire.launch.place import device_choice, listening_interface
 from tensorwire.launch.secret import file_secret
 from tensorwire.store.modes import Sync
 from tensorwire.store.store_layout import StoreSpec
-from tensorwire.store.versions.handover import Announcement, find_numbered
+from tensorwire.store.versions.handover import find_numbered
 from tensorwire.store.versions.reader import Reader
-from tensorwire.store.versions.sources import Files, Remote, Source
+from tensorwire.store.versions.sources import Files, Leases
 from tensorwire.store.versions.version_files import find_job, living_jobs
 from tensorwire.store.versions.version_layout import VersionLayout
 
@@ -56,10 +55,9 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
                 f"the job has no optimizer with publish= of number {number} after {timeout:g} s: is it constructed?"
             ) from None
         layout = _layout(member, found.store)
-        folder = _reachable(member, found)
-        source: Source
-        source = Remote(member, found.store, layout, timeout) if folder is None else Files(folder, layout)
-        return Reader(member, found.store, source, layout, folder)
+        source = Leases(member, found.store, layout, found.socket, timeout)
+        files = Files(Path(found.folder), layout) if source.maps else None
+        return Reader(member, found.store, layout, source, files)
     except BaseException:
         member.close()
         raise
@@ -94,10 +92,3 @@ def _layout(member: Member, store: str) -> VersionLayout:
     spec = msgspec.msgpack.decode(packed, type=StoreSpec)
     plan = spec.plan(member.client.welcome.servers)
     return VersionLayout(plan, by_bucket=not isinstance(spec.mode, Sync))
-
-
-def _reachable(member: Member, found: Announcement) -> Path | None:
-    """The folder of the versions, if this process can map the files in it."""
-    folder = Path(found.folder)
-    near = why_not_shm(found.where, member.where) is None and device_choice(os.environ) in ("auto", "shm")
-    return folder if near and folder.is_dir() else None

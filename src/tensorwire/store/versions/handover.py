@@ -1,4 +1,4 @@
-"""How servers find the snapshot buffers of a store, which the publisher's process has made.
+"""How servers, and readers on their machine, find the snapshot buffers of a store, which the publisher has made.
 
 The publisher is the server of shard 0. It hands the buffers' descriptors over a socket in the job's folder, which only
 this user enters.
@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.control.locality import Locality
 from tensorwire.control.names import member_name
-from tensorwire.errors import AlreadyPublished, ProtocolError, WaitTimeout
+from tensorwire.errors import AlreadyPublished, ProtocolError
 from tensorwire.messages import decode_message
 
 PUBLISHER = member_name("server", 0)
@@ -27,8 +28,8 @@ _ONE = b"\0"
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What a publisher tells everybody in the job: its store, where it is, its folder, and where servers get
-    descriptors."""
+    """What a publisher tells everybody in the job: its store, where it is, its folder, and where the machine's
+    processes get descriptors."""
 
     store: str
     where: Locality
@@ -62,29 +63,33 @@ def find_announcement(member: Member, store: str, timeout: float = _SECONDS) -> 
 
 
 class Giver:
-    """Gives ``descriptors`` to whoever asks at ``path``; the caller closes it."""
+    """Gives ``descriptors`` to all who ask at ``path``, in a thread, until ``close()``.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    All have the open file descriptions that this process has: the kernel counts them as one user of the files.
+    """
+
+    def __init__(self, path: Path, descriptors: list[int]) -> None:
+        self._path, self._rights = path, array.array("i", descriptors)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(128)
-        self._listener.settimeout(_SECONDS)
+        self._thread = threading.Thread(target=self._give, name="tensorwire-snapshots", daemon=True)
+        self._thread.start()
 
-    def give(self, descriptors: list[int]) -> None:
-        """To the next that asks. Raises `WaitTimeout` where none does, or `OSError` once this was closed."""
-        try:
-            asker, _ = self._listener.accept()
-        except TimeoutError:
-            raise WaitTimeout("a server did not ask for the snapshot buffers in time") from None
-        with asker:
-            rights = array.array("i", descriptors)
-            asker.sendmsg([_ONE], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    def _give(self) -> None:
+        while True:
+            try:
+                asker, _ = self._listener.accept()
+            except OSError:
+                return
+            with asker, contextlib.suppress(OSError):
+                asker.sendmsg([_ONE], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._rights)])
 
     def close(self) -> None:
         """Idempotent."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes one that waits
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
         self._listener.close()
         self._path.unlink(missing_ok=True)
 

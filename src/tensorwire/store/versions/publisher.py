@@ -66,7 +66,7 @@ class Publisher:
         self._heads = [each[: self._layout.data] for each in memory]
         self._counters = [0] * count  # by buffer: the version that was published last from it
         self._readers = Readers(member, name, memory, member.client.welcome.lost_after)
-        self._giver = Giver(Path(f"{self.files.path}.socket"))
+        self._giver = Giver(Path(f"{self.files.path}.socket"), self.files.descriptors)
         self._closed = threading.Event()
         self._regions: list[Region] = []
         announce(member, Announcement(name, member.where, str(self.files.path), f"{self.files.path}.socket"))
@@ -76,7 +76,7 @@ class Publisher:
         self._thread.start()
 
     def _open(self, name: str) -> None:
-        """Gives every shard the buffers, and memory for its reports."""
+        """Gives every shard memory for its reports."""
         for shard, buckets in enumerate(self._plan.buckets):
             server = member_name("server", self._plan.server_of(shard))
             channel = self._member.channel(server)
@@ -87,8 +87,6 @@ class Publisher:
             self._consumers.append(Consumer(Word(region, 0, channel), slots=[memory]))
             self._reports.append(CutReport(memory, len(buckets)))
             show(self._member, f"{name}/report {shard}", server, region)
-        for _ in self._plan.buckets:
-            self._giver.give(self.files.descriptors)
 
     def _run(self, name: str) -> None:
         try:

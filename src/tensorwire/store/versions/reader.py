@@ -10,8 +10,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +24,16 @@ from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, Protoco
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.readers import topic
 from tensorwire.store.versions.selection import Selection, select
-from tensorwire.store.versions.sources import Bytes, FileVersion, OpenVersion, Source
+from tensorwire.store.versions.sources import Bytes, Files, FileVersion, LeasedVersion, Leases, OpenVersion
 from tensorwire.store.versions.staging import Pairs, Staged, match, views, whole_file
 from tensorwire.store.versions.version_files import MODEL
 from tensorwire.store.versions.version_layout import Version, VersionLayout
 
 _LOOKS = (0.0005, 0.02)  # seconds between looks whether there is a newer version: at first, and at most
 _CAUSE_SECONDS = 1.0  # that the job's end may come after the end of its versions
+
+
+Version_ = TypeVar("Version_", bound=OpenVersion)
 
 
 class Reader:
@@ -44,8 +49,8 @@ class Reader:
             ``read``, ``verify`` and ``convert``.
     """
 
-    def __init__(self, member: Member, store: str, source: Source, layout: VersionLayout, folder: Path | None) -> None:
-        self._member, self._store, self._source, self._layout, self._folder = member, store, source, layout, folder
+    def __init__(self, member: Member, store: str, layout: VersionLayout, source: Leases, files: Files | None) -> None:
+        self._member, self._store, self._layout, self._source, self._files = member, store, layout, source, files
         self.version: Version | None = None
         self.lock = threading.RLock()
         self.seconds: dict[str, float] = {}
@@ -68,12 +73,12 @@ class Reader:
         Raises:
             ArgumentError: There is no version yet, or the files are on another machine.
         """
-        if self._folder is None:
+        if self._files is None:
             raise ArgumentError("the files of this job are on another machine: pull() reads them")
         counter = self.newest()
         if not counter:
             raise ArgumentError("there is no version yet: wait() for one")
-        return self._folder / str(counter) / MODEL
+        return self._files.folder / str(counter) / MODEL
 
     def newest(self) -> int:
         """The counter of the newest version; 0: there is none yet."""
@@ -181,10 +186,16 @@ class Reader:
         if module is not None:
             match(module, self._layout.held, strict=strict)  # before anything is read
         start = time.perf_counter()
-        opened = self._open(min_version, timeout)
+        opened: OpenVersion
+        if self._files is None:
+            opened = leased = self._open(min_version, timeout)
+            bring = partial(self._read_whole, leased)
+        else:
+            opened = file = self._open_file(self._files, min_version, timeout)
+            bring = partial(self._data_of, file)
         try:
             with self._explained():
-                memory = self._bring(opened)
+                memory = bring()
             read = time.perf_counter()
             self._verify(opened, memory)
         except BaseException:
@@ -270,17 +281,22 @@ class Reader:
             return min_version
         return 1 if self.version is None else self.version.counter + 1
 
-    def _open(self, min_version: int | None, timeout: float) -> OpenVersion:
-        least = self._next(min_version)
-        self.wait(least, timeout)
+    def _open(self, min_version: int | None, timeout: float) -> LeasedVersion:
+        self.wait(self._next(min_version), timeout)
         with self._explained():
-            opened = self._source.open()
-        if opened.manifest.counter >= least:
+            return self._checked(self._source.open(), min_version)
+
+    def _open_file(self, files: Files, min_version: int | None, timeout: float) -> FileVersion:
+        self.wait(self._next(min_version), timeout)
+        with self._explained():
+            return self._checked(files.open(), min_version)
+
+    def _checked(self, opened: Version_, min_version: int | None) -> Version_:
+        counter, least = opened.manifest.counter, self._next(min_version)
+        if counter >= least:
             return opened
         opened.close()
-        raise ProtocolError(
-            f"version {opened.manifest.counter} came when {least} had been there: versions never go back"
-        )
+        raise ProtocolError(f"version {counter} came when {least} had been there: versions never go back")
 
     def _select(self, names: Iterable[str] | None, slices: Mapping[str, Sequence[slice]] | None) -> Selection:
         chosen = None if names is None else tuple(names)
@@ -316,15 +332,16 @@ class Reader:
             self._selections["file"] = whole_file(self._layout)
         return self._selections["file"]
 
-    def _bring(self, opened: OpenVersion) -> Bytes:
-        """The data of the file, in this process's memory: mapped, or read."""
-        nbytes = self._layout.nbytes - self._layout.data
-        if isinstance(opened, FileVersion):
-            return np.frombuffer(opened.memory, np.uint8, nbytes, self._layout.data)
+    def _data_of(self, file: FileVersion) -> Bytes:
+        """The data of a file that is mapped."""
+        return np.frombuffer(file.memory, np.uint8, self._layout.nbytes - self._layout.data, self._layout.data)
+
+    def _read_whole(self, leased: LeasedVersion) -> Bytes:
+        """The same, read into this process's memory."""
         if self._arena is None:
-            self._arena = np.empty(nbytes, np.uint8)
-        opened.read([(self._whole_file(), self._source.room(self._arena))])
-        opened.close()
+            self._arena = np.empty(self._layout.nbytes - self._layout.data, np.uint8)
+        leased.read([(self._whole_file(), self._source.room(self._arena))])
+        leased.close()
         return self._arena
 
     def _verify(self, opened: OpenVersion, memory: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""The publisher's side of readers that cannot map its files: they read buffers one-sidedly, under leases.
+"""The publisher's side of readers that read buffers one-sidedly: mapped on this machine, or over a network.
 
 A reader knows three regions: the *board*, which says which version is in which buffer; the buffers; and its own *lease*
 here, which says which version it has, and which it alone writes. It writes the lease, looks whether that version is
@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from tensorwire.control import Member
-from tensorwire.device import Region
+from tensorwire.device import Device, Region
 from tensorwire.errors import TensorwireError
 
 WORD = 8
@@ -49,7 +50,8 @@ def topic(store: str, what: str) -> str:
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What a reader may read, and its lease: packed regions."""
+    """What a reader may read, and its lease: packed regions. On the same machine it maps the buffers by their
+    descriptors."""
 
     board: bytes
     buffers: list[bytes]
@@ -64,16 +66,14 @@ class _Lease:
 
 
 class Readers:
-    """The readers of a store that reach it over a network.
+    """The readers of a store.
 
     ``buffers``: the memory of the snapshot buffers. A lease is revoked after ``silent`` seconds without a change.
     """
 
     def __init__(self, member: Member, store: str, buffers: list[memoryview], silent: float) -> None:
         self._member, self._store, self._memory, self._silent = member, store, buffers, silent
-        self._words = np.zeros(1 + len(buffers), np.uint64)
-        devices = [device for device in member.devices.values() if device.capabilities.shares_registered]
-        self._boards = {device.name: device.register(self._words) for device in devices}
+        self._boards = _on_all(member.devices.values(), WORD * (1 + len(buffers)))
         self._buffers: dict[str, list[Region]] = {}  # by device, once a reader has come
         self._leases: dict[str, _Lease] = {}  # by reader
         self._lock = threading.Lock()
@@ -89,13 +89,12 @@ class Readers:
         with contextlib.suppress(TensorwireError):
             channel = self._member.channel(reader)
             name = channel.device.name
-            if name not in self._boards:
-                return  # the only device that both have maps memory, and it does not reach us
             lease = _Lease(channel.device.allocate(LEASE_BYTES))
             with self._lock:
                 self._leases[reader] = lease
                 if name not in self._buffers:
-                    self._buffers[name] = [channel.device.register(memory) for memory in self._memory]
+                    memory = [] if channel.device.capabilities.maps else self._memory
+                    self._buffers[name] = [channel.device.register(each) for each in memory]
             channel.on_lost(lambda _: self._drop(reader))
             regions = [self._boards[name].remote("read"), lease.region.remote("write")]
             board, own = (region.pack() for region in regions)
@@ -147,3 +146,10 @@ class Readers:
             each.region.close()
         for region in [*self._boards.values(), *(r for regions in self._buffers.values() for r in regions)]:
             region.close()
+
+
+def _on_all(devices: Iterable[Device], nbytes: int) -> dict[str, Region]:
+    """The same memory as a region of every device, by name; those that map memory make it."""
+    first, *others = sorted(devices, key=lambda device: not device.capabilities.maps)
+    region = first.allocate(nbytes)
+    return {first.name: region, **{device.name: device.register(region) for device in others}}

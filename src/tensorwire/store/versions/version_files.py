@@ -40,6 +40,7 @@ CURRENT = "current"
 _OWNER = "owner"
 _JOB = "job"
 BUFFERS = "buffers"
+_POPULATE = 0x8000  # MAP_POPULATE, which Python 3.10 does not name
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -238,6 +239,7 @@ def _without_name(name: Path, nbytes: int, count: int) -> int:
     return fd
 
 
-def mapped(fd: int, nbytes: int) -> memoryview:
-    """The memory of a buffer, to be filled."""
-    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED))
+def mapped(fd: int, nbytes: int, *, writable: bool = True) -> memoryview:
+    """The memory of a buffer, whose pages are there: to be filled, or to be read."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection))
