@@ -46,7 +46,7 @@ PUBLIC = {
     "tensorwire.torch": {"StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.store": {
         *("EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"),
-        *("Every", "Reader", "Staged", "connect"),
+        *("Every", "Listing", "Reader", "ReaderState", "Staged", "VersionState", "connect"),
     },
     "tensorwire.device": {
         "Capabilities",
@@ -104,7 +104,17 @@ MEMBERS = {
         *("barrier", "broadcast", "all_reduce", "report", "uneven", "init_process_group", "close"),
     },
     "tensorwire.torch.StoreOptimizer": {
-        *("step", "wait", "publish", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
+        *(
+            "step",
+            "wait",
+            "publish",
+            "readers",
+            "no_sync",
+            "write_parameters",
+            "add_param_group",
+            "state_dict",
+            "load_state_dict",
+        ),
         *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary", "count", "shared_state", "close"),
     },
 }

@@ -91,13 +91,17 @@ class Program:
 
     def said(self, word: str) -> str:
         """Reads until a line ``word ...``; returns its last word."""
+        return self.line(word + " ").split()[-1]
+
+    def line(self, beginning: str) -> str:
+        """Reads until a line that begins so."""
         assert self.process.stdout is not None
         while True:
             for line in self.lines:
-                if line.startswith(word + " "):
-                    return line.split()[-1]
+                if line.startswith(beginning):
+                    return line
             line = self.process.stdout.readline()
-            assert line, f"ended before {word!r}: {self.lines} {self._errors.read_text()}"
+            assert line, f"ended before {beginning!r}: {self.lines} {self._errors.read_text()}"
             self.lines.append(NAMES.sub("", line.strip()))
 
     def signal(self, number: int) -> None:

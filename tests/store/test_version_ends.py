@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from functools import partial
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tensorwire as tw
 from tensorwire import Job
+from tensorwire.cli.versions import versions
 from tensorwire.errors import ArgumentError, AuthenticationError, TensorwireError, WaitTimeout
 from tensorwire.observe import failpoints
 from tensorwire.store import Every
@@ -18,7 +21,7 @@ from tensorwire.store.versions.version_files import CURRENT, MODEL, job_folder
 from tests.harness.jobs import run_job
 from tests.harness.sandbox import Sandbox
 from tests.levels import mostly_slow
-from tests.store.test_versions import SIZES, counting, only, reading
+from tests.store.test_versions import SIZES, counting, only, parameters, reading
 
 TRAIN = """
     import torch
@@ -88,7 +91,7 @@ def test_a_job_is_found_by_its_name_or_its_address(sandbox: Sandbox, monkeypatch
     with pytest.raises(
         ArgumentError, match="no job 'ffffffff' of this user publishes versions on this machine"
     ) as lost:
-        tw.store.connect("ffffffff")
+        tw.store.connect("ffffffff", timeout=0.0)
     with pytest.raises(ArgumentError, match="several jobs publish versions here: ") as several:
         tw.store.connect()
     assert all(name in str(raised.value) for name in names for raised in (lost, several))
@@ -125,6 +128,66 @@ def without_publish(job: Job) -> str:
 def test_the_number_counts_optimizers_that_publish() -> None:
     for why in run_job(without_publish).ok():
         assert why == "the job has no optimizer with publish= of number 1 after 0.1 s: is it constructed?"
+
+
+def listed(job: Job) -> tuple[list[tuple[int, str]], list[tuple[str, int, int, list[str]]]]:
+    optimizer, step = counting(True)
+    found = []
+    if job.rank == 0:
+        other = torch.nn.ParameterDict(dict(parameters()))
+        with reading(job) as reader, reading(job) as keeper, reading(job, "tcp") as idle:
+            kept = keeper.stage(1)
+            step()
+            optimizer.publish()
+            reader.load_into(other, 2)
+            while not any(each.counter for each in optimizer.readers()):
+                pass  # the word is on its way
+            assert optimizer.readers() == idle.listing().readers
+            found = idle.listing()
+            names = {reader.name: "took", keeper.name: "keeps", idle.name: "idle"}
+            kept.close()
+        versions = [(each.step, each.state) for each in found.versions]
+        readers = sorted((names[r.reader], r.counter, r.step, sorted(r.seconds)) for r in found.readers)
+        assert {each.machine for each in found.readers} == {f"{socket.gethostname()}, process {os.getpid()}"}
+        while optimizer.readers():
+            pass  # they are gone, one by one
+    else:
+        step()
+        versions, readers = [], []
+    job.barrier()
+    optimizer.close()
+    return versions, readers
+
+
+def test_versions_and_readers_are_listed() -> None:
+    (versions, readers), _ = run_job(listed).ok()
+    assert versions == [(1, "published"), (0, "draining")]
+    phases = ["convert", "pause", "read", "verify"]
+    assert readers == [("idle", 0, 0, []), ("keeps", 0, 0, []), ("took", 2, 1, phases)]
+
+
+def shown(job: Job) -> list[str]:
+    optimizer, _ = counting(True)
+    lines = []
+    if job.rank == 0:
+        with reading(job) as reader:
+            reader.load_into(torch.nn.ParameterDict(dict(parameters())))
+            while not any(each.counter for each in optimizer.readers()):
+                pass
+            lines = CliRunner().invoke(versions, [job.name], catch_exceptions=False).output.splitlines()
+    job.barrier()
+    optimizer.close()
+    return lines
+
+
+def test_the_command_shows_versions_and_readers() -> None:
+    (lines, _) = run_job(shown).ok()
+    assert lines[0].split() == ["version", "step", "state"]
+    name, step, state = lines[1].split()
+    assert (name.startswith("0.1."), step, state) == (True, "0", "published")
+    assert lines[3] == "1 reader"
+    assert lines[4].split() == ["reader", "version", "step", "pause", "read", "verify", "convert"]
+    assert name in lines[5]
 
 
 # ---- ends

@@ -14,6 +14,7 @@ from tensorwire.cli.doctor import doctor
 from tensorwire.cli.plan.command import plan
 from tensorwire.cli.run import run
 from tensorwire.cli.trace import trace
+from tensorwire.cli.versions import versions
 from tensorwire.errors import ArgumentError, TensorwireError
 
 
@@ -35,6 +36,7 @@ group.add_command(doctor)
 group.add_command(plan)
 group.add_command(trace)
 group.add_command(audit)
+group.add_command(versions)
 
 
 def main() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
 
 from tensorwire.control import Member
+from tensorwire.control.address import WARN_SECONDS
 from tensorwire.control.names import MOST_READERS, READER
 from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 from tensorwire.launch.place import device_choice, listening_interface
@@ -21,7 +24,9 @@ from tensorwire.store.versions.sources import Files, Leases
 from tensorwire.store.versions.version_files import find_job, living_jobs
 from tensorwire.store.versions.version_layout import VersionLayout
 
+_log = logging.getLogger("tensorwire")
 _TRIES = 8  # of names that another reader may have
+_AGAIN = 0.05  # seconds between two looks for a job
 
 
 def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -> Reader:
@@ -33,7 +38,7 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
             ``HOST:PORT``, the address of its coordinator: ``--rendezvous`` of ``tensorwire run``. The secret is then
             that in ``TENSORWIRE_SECRET_FILE``.
         number: Which of the job's optimizers with ``publish=``, in the order of their construction.
-        timeout: Seconds to wait for the job to have it.
+        timeout: Seconds to wait for the job, and for the job to have it.
 
     Returns:
         The reader; ``close()`` it when it is no longer needed.
@@ -45,7 +50,7 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
         WaitTimeout: The job has no such optimizer within ``timeout`` seconds.
         JobEnded: The job ended meanwhile.
     """
-    address, secret = _find(job)
+    address, secret = _find(job, timeout)
     member = _join(address, secret, timeout)
     try:
         try:
@@ -63,12 +68,20 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
         raise
 
 
-def _find(job: str | None) -> tuple[str, bytes]:
+def _find(job: str | None, timeout: float) -> tuple[str, bytes]:
+    """The job's address and secret. One without an address is there once it publishes."""
     if job is not None and ":" in job:
         return job, file_secret(os.environ).encode()
+    end, warn_at = time.monotonic() + timeout, time.monotonic() + WARN_SECONDS
+    while not (there := living_jobs()) or (job is not None and job not in there):
+        if time.monotonic() >= end:
+            break
+        if time.monotonic() >= warn_at:
+            _log.warning("no job %s publishes versions here yet: waiting up to %g s for it", job or "", timeout)
+            warn_at = end
+        time.sleep(_AGAIN)
     if job is not None:
         return find_job(job)
-    there = living_jobs()
     if len(there) != 1:
         what = f"several jobs publish versions here: {', '.join(there)}" if there else "no job publishes versions here"
         raise ArgumentError(f"{what}: give connect() the name of one, or HOST:PORT of its coordinator")

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tensorwire.keyvalue import Handle as Handle
     from tensorwire.keyvalue import KeyValue as KeyValue
     from tensorwire.launch.reading import connect as connect
+    from tensorwire.store.versions.listing import Listing as Listing
+    from tensorwire.store.versions.listing import ReaderState as ReaderState
+    from tensorwire.store.versions.listing import VersionState as VersionState
     from tensorwire.store.versions.reader import Reader as Reader
     from tensorwire.store.versions.staging import Staged as Staged
 
@@ -24,10 +27,13 @@ __all__ = [
     "Every",
     "Handle",
     "KeyValue",
+    "Listing",
     "LocalSGD",
     "Reader",
+    "ReaderState",
     "Staged",
     "Sync",
+    "VersionState",
     "connect",
 ]
 _LATE = {  # they stand on the launcher or on PyTorch, as the store itself does not
@@ -35,6 +41,7 @@ _LATE = {  # they stand on the launcher or on PyTorch, as the store itself does 
     "KeyValue": "tensorwire.keyvalue",
     "Reader": "tensorwire.store.versions.reader",
     "Staged": "tensorwire.store.versions.staging",
+    **dict.fromkeys(("Listing", "ReaderState", "VersionState"), "tensorwire.store.versions.listing"),
     "connect": "tensorwire.launch.reading",
 }
 

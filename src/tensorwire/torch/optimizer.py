@@ -25,6 +25,7 @@ from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.versions.every import Every, PublishSpec, parse_publish
+from tensorwire.store.versions.listing import ReaderState, list_versions
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import (
@@ -328,6 +329,22 @@ class StoreOptimizer(OptimizerState):
             if any(part.is_open for part in self._parts):
                 raise ArgumentError("publish between two steps: gradients are in flight")
             return self._publishing.publish()
+
+    def readers(self) -> list[ReaderState]:
+        """Who reads the versions that ``publish=`` makes, and what each reader runs. Any worker may call it.
+
+        Returns:
+            One entry for each reader.
+
+        Raises:
+            ArgumentError: The optimizer has no ``publish=``.
+            PeerLost: Server 0 did not answer.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._alone.calling("readers()"), self._worker.member.explained():
+            if self._publishing is None:
+                raise ArgumentError("this optimizer makes no versions: construct it with publish=True")
+            return list_versions(self._worker.member, self._client.name).readers
 
     @property
     def _client(self) -> StoreClient:

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Region
@@ -22,12 +24,13 @@ from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory
 from tensorwire.store.endpoints import show
 from tensorwire.store.sharding import StorePlan
-from tensorwire.store.versions.buffers import Buffers
+from tensorwire.store.versions.buffers import Buffers, BufferState
 from tensorwire.store.versions.cuts import Cut, CutReport, granted, held, report_bytes
 from tensorwire.store.versions.handover import Announcement, Giver, announce
-from tensorwire.store.versions.readers import Readers, topic
+from tensorwire.store.versions.listing import Listing, VersionState, topic
+from tensorwire.store.versions.readers import Readers
 from tensorwire.store.versions.version_files import JobFolder, VersionFiles, mapped
-from tensorwire.store.versions.version_layout import Manifest, VersionLayout
+from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 
 _log = logging.getLogger("tensorwire")
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
@@ -56,6 +59,7 @@ class Publisher:
         self._member, self._name, self._plan, self._grant = member, name, plan, grant
         self._asked, self._requests = asked, itertools.count(1)
         member.client.on_told(topic(name, "ask"), self._ask)
+        member.client.on_told(topic(name, "list"), self._list)
         self._layout = VersionLayout(plan, by_bucket=by_bucket)
         self._by_bucket, self._buffers = by_bucket, Buffers(count)
         check_memory(count * self._layout.nbytes, f"{name}, for versions of it,")
@@ -64,7 +68,7 @@ class Publisher:
         self.files = VersionFiles(folder, name, self._layout.nbytes, count)
         memory = [mapped(fd, self._layout.nbytes) for fd in self.files.descriptors]
         self._heads = [each[: self._layout.data] for each in memory]
-        self._counters = [0] * count  # by buffer: the version that was published last from it
+        self._last: list[Version | None] = [None] * count  # by buffer: what was published last from it
         self._readers = Readers(member, name, memory, member.client.welcome.lost_after)
         self._giver = Giver(Path(f"{self.files.path}.socket"), self.files.descriptors)
         self._closed = threading.Event()
@@ -104,6 +108,13 @@ class Publisher:
         with contextlib.suppress(DeviceError):  # worker 0 is gone
             self._asked.send(next(self._requests))
 
+    def _list(self, asker: str, _: bytes) -> None:
+        pairs = zip(self._last, self._buffers.states, strict=True)
+        kept = [(v, s.value) for v, s in pairs if v and s in (BufferState.PUBLISHED, BufferState.DRAINING)]
+        kept.sort(key=lambda pair: -pair[0].counter)
+        found = Listing([VersionState(str(v), v.step, state) for v, state in kept], self._readers.states)
+        self._member.client.tell(asker, topic(self._name, "listed"), msgspec.msgpack.encode(found))
+
     # ---- one version
 
     def _grant_buffer(self, counter: int) -> None:
@@ -122,7 +133,8 @@ class Publisher:
 
     def _free_buffer(self) -> int | None:
         for number in self._buffers.draining:
-            if self.files.is_free(number) and not self._readers.hold(self._counters[number]):
+            last = self._last[number]
+            if self.files.is_free(number) and not (last and self._readers.hold(last.counter)):
                 self._readers.withdraw(number)
                 self._buffers.drained(number)
         return self._buffers.fill()
@@ -146,7 +158,7 @@ class Publisher:
         manifest = Manifest(cut.run, cut.counter, cut.step, checksums, updates if self._by_bucket else ())
         self._heads[cut.buffer][:] = self._layout.header(manifest)
         self.files.publish(cut.buffer, cut.counter)
-        self._counters[cut.buffer] = cut.counter
+        self._last[cut.buffer] = manifest.version
         self._readers.announce(cut.counter, cut.buffer)
         before = self._buffers.published
         self._buffers.publish(cut.buffer)
@@ -167,7 +179,8 @@ class Publisher:
     def close(self) -> None:
         """The store has ended: readers find no version of it any more. Who has one open keeps it."""
         self._closed.set()
-        self._member.client.on_told(topic(self._name, "ask"), None)
+        for what in ("ask", "list"):
+            self._member.client.on_told(topic(self._name, what), None)
         self._giver.close()
         for region in self._regions:
             region.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -22,7 +23,7 @@ import xxhash
 from tensorwire.control import Member
 from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.store.versions.handover import PUBLISHER
-from tensorwire.store.versions.readers import topic
+from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
 from tensorwire.store.versions.selection import Selection, select
 from tensorwire.store.versions.sources import Bytes, Files, FileVersion, LeasedVersion, Leases, OpenVersion
 from tensorwire.store.versions.staging import Pairs, Staged, match, views, whole_file
@@ -58,6 +59,11 @@ class Reader:
         self._arena: Bytes | None = None
         self._staged: Staged | None = None
         self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The name by which the training knows this reader."""
+        return self._member.name
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -117,6 +123,16 @@ class Reader:
         self._check_open()
         self._member.client.tell(PUBLISHER, topic(self._store, "ask"), b"")
 
+    def listing(self) -> Listing:
+        """The versions in snapshot buffers, and all readers of them.
+
+        Raises:
+            PeerLost: The publisher does not answer.
+            JobEnded: The job ended.
+        """
+        self._check_open()
+        return list_versions(self._member, self._store)
+
     def pull(
         self,
         min_version: int | None = None,
@@ -146,7 +162,7 @@ class Reader:
             JobEnded: The job ended.
         """
         if into is not None and names is None:
-            names = list(into)
+            names = [*into]
         selection = self._select(names, slices)
         if into is None:
             memory = np.empty(selection.nbytes, np.uint8)
@@ -267,6 +283,8 @@ class Reader:
                 target.copy_(value)
             self.seconds["pause"] = time.perf_counter() - start
             self.version = version
+        state = ReaderState("", "", str(version), version.counter, version.step, self.seconds)
+        self._member.client.tell(PUBLISHER, topic(self._store, "report"), msgspec.msgpack.encode(state))
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
         """Inside it an error that only says that the publisher is gone becomes the cause of the job's end."""
@@ -351,7 +369,7 @@ class Reader:
                 at = place.file - self._layout.data
                 checksum.update(memory[at : at + place.nbytes].data)
             if checksum.intdigest() != expected:
-                first = list(self._layout.held)[places[0].tensor]
+                first = [*self._layout.held][places[0].tensor]
                 raise ChecksumMismatch(
                     f"bucket {number} of version {opened.manifest.version}, which begins with {first!r}, has another "
                     "checksum than was published: stage it again"

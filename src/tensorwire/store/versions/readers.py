@@ -12,6 +12,8 @@ has read.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ import numpy as np
 from tensorwire.control import Member
 from tensorwire.device import Device, Region
 from tensorwire.errors import TensorwireError
+from tensorwire.store.versions.listing import ReaderState, topic
 
 WORD = 8
 LEASE_BYTES = 2 * WORD  # a word that grows with every sign of life, and the version that the reader has, 0 for none
@@ -44,9 +47,9 @@ def holds(board: memoryview, buffer: int, counter: int) -> bool:
     return int(np.frombuffer(board, np.uint64, 1, WORD * (1 + buffer))[0]) == counter
 
 
-def topic(store: str, what: str) -> str:
-    """What words between readers and the publisher are about: ``hello``, its answer ``opened``, or ``ask``."""
-    return f"{store}/{what}"
+def hello() -> bytes:
+    """A reader's first word: where it is."""
+    return f"{socket.gethostname()}, process {os.getpid()}".encode()
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -59,8 +62,9 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Lease:
-    region: Region
+class _Reader:
+    lease: Region
+    state: ReaderState
     seen: int = 0
     since: float = field(default_factory=time.monotonic)
 
@@ -75,38 +79,53 @@ class Readers:
         self._member, self._store, self._memory, self._silent = member, store, buffers, silent
         self._boards = _on_all(member.devices.values(), WORD * (1 + len(buffers)))
         self._buffers: dict[str, list[Region]] = {}  # by device, once a reader has come
-        self._leases: dict[str, _Lease] = {}  # by reader
+        self._readers: dict[str, _Reader] = {}  # by name
         self._lock = threading.Lock()
         member.client.on_told(topic(store, "hello"), self._come)
+        member.client.on_told(topic(store, "report"), self._note)
 
     # ---- readers come and go
 
-    def _come(self, reader: str, _: bytes) -> None:
-        threading.Thread(target=self._admit, args=(reader,), name=f"{self._store} {reader}", daemon=True).start()
+    def _come(self, reader: str, where: bytes) -> None:
+        name = f"{self._store} {reader}"
+        threading.Thread(target=self._admit, args=(reader, where), name=name, daemon=True).start()
 
-    def _admit(self, reader: str) -> None:
+    def _note(self, reader: str, report: bytes) -> None:
+        """What a reader runs now."""
+        with contextlib.suppress(msgspec.MsgspecError), self._lock:
+            found = self._readers[reader]
+            said = msgspec.msgpack.decode(report, type=ReaderState)
+            found.state = msgspec.structs.replace(said, reader=reader, machine=found.state.machine)
+
+    def _admit(self, reader: str, where: bytes) -> None:
         """Whatever goes wrong with a reader is the reader's affair."""
         with contextlib.suppress(TensorwireError):
             channel = self._member.channel(reader)
             name = channel.device.name
-            lease = _Lease(channel.device.allocate(LEASE_BYTES))
+            lease = channel.device.allocate(LEASE_BYTES)
             with self._lock:
-                self._leases[reader] = lease
+                self._readers[reader] = _Reader(lease, ReaderState(reader, where.decode(errors="replace")))
                 if name not in self._buffers:
                     memory = [] if channel.device.capabilities.maps else self._memory
                     self._buffers[name] = [channel.device.register(each) for each in memory]
             channel.on_lost(lambda _: self._drop(reader))
-            regions = [self._boards[name].remote("read"), lease.region.remote("write")]
+            regions = [self._boards[name].remote("read"), lease.remote("write")]
             board, own = (region.pack() for region in regions)
             opened = Opened(board, [each.remote("read").pack() for each in self._buffers[name]], own)
             self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
 
     def _drop(self, reader: str) -> None:
         with self._lock:
-            found = self._leases.pop(reader, None)
+            found = self._readers.pop(reader, None)
         if found is not None:
-            found.region.close()
+            found.lease.close()
             self._member.drop(reader)
+
+    @property
+    def states(self) -> list[ReaderState]:
+        """What each reader runs."""
+        with self._lock:
+            return [each.state for each in self._readers.values()]
 
     # ---- versions
 
@@ -128,22 +147,23 @@ class Readers:
     def hold(self, counter: int) -> bool:
         """Whether a reader has a lease of that version, and is not silent."""
         with self._lock:
-            leases = list(self._leases.values())
-        return any(self._is_held(each, counter) for each in leases)
+            readers = list(self._readers.values())
+        return any(self._is_held(each, counter) for each in readers)
 
-    def _is_held(self, lease: _Lease, counter: int) -> bool:
-        sign = lease.region.load(0)
-        if sign != lease.seen:
-            lease.seen, lease.since = sign, time.monotonic()
-        return lease.region.load(WORD) == counter and time.monotonic() - lease.since < self._silent
+    def _is_held(self, reader: _Reader, counter: int) -> bool:
+        sign = reader.lease.load(0)
+        if sign != reader.seen:
+            reader.seen, reader.since = sign, time.monotonic()
+        return reader.lease.load(WORD) == counter and time.monotonic() - reader.since < self._silent
 
     def close(self) -> None:
         """The store has ended."""
-        self._member.client.on_told(topic(self._store, "hello"), None)
+        for what in ("hello", "report"):
+            self._member.client.on_told(topic(self._store, what), None)
         with self._lock:
-            leases, self._leases = self._leases, {}
-        for each in leases.values():
-            each.region.close()
+            readers, self._readers = self._readers, {}
+        for each in readers.values():
+            each.lease.close()
         for region in [*self._boards.values(), *(r for regions in self._buffers.values() for r in regions)]:
             region.close()
 

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +17,12 @@ import numpy.typing as npt
 from tensorwire.control import Member
 from tensorwire.device import Completion, Region, RemoteRegion
 from tensorwire.edge import Producer
-from tensorwire.errors import DeviceError, PeerLost, RemoteAccessError, VersionExpired
+from tensorwire.errors import DeviceError, RemoteAccessError, VersionExpired
 from tensorwire.messages import decode_message
 from tensorwire.observe import counters
 from tensorwire.store.versions.handover import PUBLISHER, ask
-from tensorwire.store.versions.readers import WORD, Opened, holds, read_board, topic
+from tensorwire.store.versions.listing import ask_publisher
+from tensorwire.store.versions.readers import WORD, Opened, hello, holds, read_board
 from tensorwire.store.versions.selection import ReadSpan, Selection
 from tensorwire.store.versions.version_files import CURRENT, MODEL, mapped
 from tensorwire.store.versions.version_layout import Manifest, VersionLayout, parse_manifest
@@ -134,7 +134,7 @@ class Leases:
     def __init__(self, member: Member, store: str, layout: VersionLayout, socket: str, timeout: float) -> None:
         self._timeout, self._layout = timeout, layout
         self._channel = member.channel(PUBLISHER)
-        opened = _greet(member, store, timeout)
+        opened = decode_message(ask_publisher(member, store, "hello", "opened", hello(), timeout), Opened)
         self._board = RemoteRegion.unpack(opened.board)
         self._buffers = [RemoteRegion.unpack(each) for each in opened.buffers]
         self.maps = self._channel.device.capabilities.maps
@@ -211,20 +211,6 @@ class Leases:
         """Idempotent."""
         for region in (self._seen, self.header, self._version, *self._rooms.values()):
             region.close()
-
-
-def _greet(member: Member, store: str, timeout: float) -> Opened:
-    """What the publisher opens to this reader. Raises `PeerLost` where it does not answer."""
-    answers: SimpleQueue[bytes] = SimpleQueue()
-    member.client.on_told(topic(store, "opened"), lambda _, value: answers.put(value))
-    member.client.tell(PUBLISHER, topic(store, "hello"), b"")
-    try:
-        return decode_message(answers.get(timeout=timeout), Opened)
-    except Empty:
-        member.check()
-        raise PeerLost(
-            f"{PUBLISHER} did not open its versions to this reader within {timeout:g} s: does it reach this process?"
-        ) from None
 
 
 def _parts(spans: Sequence[ReadSpan]) -> Iterator[ReadSpan]:
