@@ -5,6 +5,8 @@ tensorwire run --workers 2 --servers 1 -- python examples/publish.py
 Meanwhile, in another terminal: python examples/evaluate.py
 """
 
+import sys
+
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -23,7 +25,7 @@ optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.AdamW,
 if job.rank == 0:
     print(f"job {job.name} publishes a version of its weights every {publish.steps} steps", flush=True)
 
-for epoch in range(40):
+for epoch in range(int(sys.argv[1]) if len(sys.argv) > 1 else 100):
     sampler.set_epoch(epoch)
     for x, y in DataLoader(data, batch_size=32, sampler=sampler):
         optimizer.zero_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.examples.test_examples import PYTHON, ROOT, run
 from tests.fixtures import sandbox as sandbox
-from tests.harness.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox, run_command
 
 EXAMPLES = ROOT / "examples"
 
@@ -17,19 +18,21 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_evaluation_draws_accuracies_while_the_training_goes_on(sandbox: Sandbox) -> None:
-    job = sandbox.run(str(EXAMPLES / "publish.py"))
-    name = job.line("job ").split()[1]
-    evaluation = sandbox.python(str(EXAMPLES / "evaluate.py"), name)
-    assert job.finish().status == 0
-    result = evaluation.finish()
-    assert (result.status, result.err) == (0, "")
-    drawn = re.findall(r"^step +([\d,]+)  (█*) *(0\.\d+)$", result.out, re.M)
-    steps = [int(step.replace(",", "")) for step, _, _ in drawn]
-    assert len(steps) >= 5
+    job = sandbox.start(*run_command(str(EXAMPLES / "publish.py")), "1000000")
+    evaluation = sandbox.python(str(EXAMPLES / "evaluate.py"), job.line("job ").split()[1])
+    drawn: list[tuple[int, str, float]] = []
+    while len(drawn) < 20 or drawn[-1][2] < 0.8:
+        evaluation.lines.clear()
+        line = re.fullmatch(r"step +([\d,]+)  (█*) *(0\.\d+)", evaluation.line("step "))
+        assert line is not None
+        drawn.append((int(line[1].replace(",", "")), line[2], float(line[3])))
+    steps = [step for step, _, _ in drawn]
     assert steps == sorted(set(steps))
     assert all(step % 20 == 0 for step in steps)
-    assert float(drawn[-1][2]) > 0.8
-    assert all(len(bar) == round(50 * float(accuracy)) for _, bar, accuracy in drawn)
+    assert all(len(bar) == round(50 * accuracy) for _, bar, accuracy in drawn)
+    job.signal(signal.SIGINT)
+    assert job.finish().status == 130
+    assert "JobEnded: the user interrupted the job" in evaluation.finish().err
 
 
 def test_rollouts_by_versions_have_the_losses_of_one_process(tmp_path: Path) -> None:
