@@ -36,7 +36,7 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
     Args:
         job: The job's name, for a job of this user with its servers on this machine; None: the only one. Or
             ``HOST:PORT``, the address of its coordinator: ``--rendezvous`` of ``tensorwire run``. The secret is then
-            that in ``TENSORWIRE_SECRET_FILE``.
+            that in ``TENSORWIRE_SECRET_FILE``; processes that were started by the job's have it without.
         number: Which of the job's optimizers with ``publish=``, in the order of their construction.
         timeout: Seconds to wait for the job, and for the job to have it.
 
@@ -71,7 +71,8 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
 def _find(job: str | None, timeout: float) -> tuple[str, bytes]:
     """The job's address and secret. One without an address is there once it publishes."""
     if job is not None and ":" in job:
-        return job, file_secret(os.environ).encode()
+        own = None if "TENSORWIRE_SECRET_FILE" in os.environ else os.environ.get("TENSORWIRE_SECRET")
+        return job, (own or file_secret(os.environ)).encode()
     end, warn_at = time.monotonic() + timeout, time.monotonic() + WARN_SECONDS
     while not (there := living_jobs()) or (job is not None and job not in there):
         if time.monotonic() >= end:

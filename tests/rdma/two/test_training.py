@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("warmed"), pytest.mark.timeout(300)]
 SERVER = 0  # the place of processes in this guest
 LOSS = ("tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "loss", "2%")
 NO_LOSS = ("tc", "qdisc", "delete", "dev", "eth0", "root")
+READS = 400
 PARAMETERS = 64 * 256 + 256 + 256 * 10 + 10
 
 
@@ -36,7 +37,9 @@ class Job:
         self.here = Roles()
         common = (self.coordinator.address, secret, device, 2)
         self.here.start_server(*common)
-        arguments = ("train", *(options.get(name, 0) for name in ("cut", "die")))
+        reads = options.get("reads")
+        names = [options.get(name, 0) for name in ("cut", "die")]
+        arguments = ("train_and_read", reads) if reads else ("train", *names)
         self.here.start_worker(*common, 0, *arguments)
         far.call("start_worker", *common, 1, *arguments)
 
@@ -100,6 +103,16 @@ def test_training_is_the_same_where_packets_are_lost(far: Far, over_tcp: str, lo
     dropped = int(shown.split("dropped ")[1].split(",")[0])
     print(f"\nwith loss: parameters {results[0].digest[:16]}; {dropped} packets of this side were lost")
     assert dropped > 0
+
+
+def test_a_reader_on_the_other_machine_reads_no_torn_version(far: Far) -> None:
+    job = Job(far, "auto", reads=READS)
+    (_, nothing), (error, read) = job.results()
+    assert (nothing, error) == (None, "")
+    print(f"\n{read}")
+    assert (read.route, read.reads) == ("verbs", READS)
+    assert read.versions > READS // 20
+    assert job.coordinator.cause is None
 
 
 def test_a_killed_worker_on_the_other_machine_ends_the_job_here(far: Far) -> None:

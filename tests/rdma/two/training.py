@@ -17,6 +17,54 @@ CUT_AT = Path("/run/tmp/cut-at")  # when worker 0 cut the cable, on its guest's 
 
 
 @dataclass(frozen=True)
+class Read:
+    """What the reader on worker 1's machine has to say."""
+
+    route: str  # the device it reached the publisher by
+    reads: int
+    versions: int
+
+
+def train_and_read(job: Any, reads: int) -> Read | None:
+    """All elements count the steps. A reader on worker 1's machine reads version after version meanwhile."""
+    import threading
+
+    import torch
+
+    import tensorwire as tw
+
+    params = [(f"p{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate((9000, 5, 7000))]
+    optimizer = tw.torch.StoreOptimizer(params, "sum", publish=tw.store.Every(1), bucket_bytes=16384)
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    over, found, failed = threading.Event(), [], []
+
+    def read() -> None:
+        seen = [0]
+        try:
+            with tw.store.connect(os.environ["TENSORWIRE_COORDINATOR"]) as reader:
+                for _ in range(reads):
+                    version, tensors = reader.pull(max(1, seen[-1]))
+                    values = {float(v) for t in tensors.values() for v in (t.min(), t.max())}
+                    assert values == {float(version.step)}, (version, values)
+                    assert version.counter >= seen[-1]
+                    seen.append(version.counter)
+                found.append(Read(reader.route, reads, len(set(seen))))
+        except BaseException as error:
+            failed.append(error)
+        over.set()
+
+    if job.rank == 1:
+        threading.Thread(target=read).start()
+    while not job.broadcast(float(over.is_set()), source=1):
+        optimizer.step()
+    if failed:
+        raise failed[0]
+    optimizer.close()
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
 class Trained:
     """What a worker has to say at the end."""
 

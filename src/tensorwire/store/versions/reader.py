@@ -66,6 +66,11 @@ class Reader:
         return self._member.name
 
     @property
+    def route(self) -> str:
+        """The device by which this reader reads: ``shm`` where it maps buffers, ``tcp`` or ``verbs`` elsewhere."""
+        return self._source.device
+
+    @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor of a version, by name."""
         return {name: (held.dtype, held.shape) for name, held in self._layout.held.items()}

@@ -137,6 +137,7 @@ class Leases:
         opened = decode_message(ask_publisher(member, store, "hello", "opened", hello(), timeout), Opened)
         self._board = RemoteRegion.unpack(opened.board)
         self._buffers = [RemoteRegion.unpack(each) for each in opened.buffers]
+        self.device = self._channel.device.name
         self.maps = self._channel.device.capabilities.maps
         self._mapped = self._map(socket) if self.maps else []
         device = self._channel.device
