@@ -78,7 +78,7 @@ def _find(job: str | None, timeout: float) -> tuple[str, bytes]:
         if time.monotonic() >= end:
             break
         if time.monotonic() >= warn_at:
-            _log.warning("no job %s publishes versions here yet: waiting up to %g s for it", job or "", timeout)
+            _log.warning("no job publishes versions here yet: waiting up to %g s for %s", timeout, job or "one")
             warn_at = end
         time.sleep(_AGAIN)
     if job is not None:

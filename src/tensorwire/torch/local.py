@@ -69,7 +69,9 @@ class LocalTraining:
 
     def summary(self) -> str:
         """One line for people."""
-        return self.client.plan.summary(self._worker.num_workers)
+        found = self.client.plan.summary(self._worker.num_workers)
+        publish = self.client.spec.publish
+        return found if publish is None else f"{found}; {publish.describe(self.client.plan)}"
 
     # ---- a step
 

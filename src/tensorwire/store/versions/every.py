@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import msgspec
 
 from tensorwire.errors import ArgumentError
+from tensorwire.sizes import size_text
+from tensorwire.store.sharding import StorePlan
 
 MOST_BUFFERS = 64
 
@@ -60,3 +62,8 @@ class PublishSpec(msgspec.Struct, frozen=True):
     """What servers have to know of it."""
 
     buffers: int
+
+    def describe(self, plan: StorePlan) -> str:
+        """One line for people: what the versions of a plan take."""
+        nbytes = self.buffers * sum(tensor.nbytes for tensor in plan.tensors)
+        return f"{self.buffers} snapshot buffers for readers take {size_text(nbytes)} on the servers' machine"

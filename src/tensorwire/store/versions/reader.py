@@ -206,6 +206,7 @@ class Reader:
             self._staged.close()
         if module is not None:
             match(module, self._layout.held, strict=strict)  # before anything is read
+        self.wait(self._next(min_version), timeout)
         start = time.perf_counter()
         opened: OpenVersion
         if self._files is None:
