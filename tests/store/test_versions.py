@@ -259,7 +259,7 @@ def raced(job: Job, device: str, reads: int, sizes: tuple[int, ...]) -> tuple[in
 
 
 RACES = [("auto", 2000, (9000, 5, 7000)), ("tcp", 1500, (9000, 5, 7000)), ("auto", 500_000, (9000, 5, 7000))]
-RACES += [("tcp", 100_000, (9000, 5, 7000)), ("auto", 20_000, (250_000, 5)), ("tcp", 5000, (250_000, 5))]
+RACES += [("tcp", 50_000, (9000, 5, 7000)), ("auto", 20_000, (250_000, 5)), ("tcp", 5000, (250_000, 5))]
 
 
 @pytest.mark.parametrize(("device", "reads", "sizes"), mostly_long(RACES, RACES[:2]))
