@@ -23,7 +23,7 @@ from tensorwire.control import frames
 from tensorwire.control.address import connect
 from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
-from tensorwire.control.names import PURPOSE, member_name
+from tensorwire.control.names import PURPOSE, READER_LEFT, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, TensorwireError, WorkerFinished
 from tensorwire.observe import counters, spans
@@ -53,6 +53,7 @@ class Client:
         self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
         self._told: dict[str, Callable[[str, bytes], object]] = {}
+        self._left: list[Callable[[str], object]] = []
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
@@ -225,6 +226,11 @@ class Client:
         else:
             self._told[topic] = call
 
+    def on_reader_left(self, call: Callable[[str], object]) -> Callable[[], None]:
+        """Servers: calls ``call(name)`` likewise for each reader that is gone. Returns what ends that."""
+        self._left.append(call)
+        return lambda: self._left.remove(call)
+
     def bye(self) -> None:
         """Says that this member is done, and stays in the job until ``ended``."""
         self._send(frames.encode(frames.Bye()))
@@ -290,13 +296,19 @@ class Client:
                 elif isinstance(message, frames.Note):
                     _log.warning("%s", message.text)
                 elif isinstance(message, frames.Tell):
-                    if message.topic in self._told:
-                        self._told[message.topic](message.sender, message.value)
+                    self._deliver(message)
                 elif isinstance(message, frames.End):
                     self._finish(message.cause)
         except (PeerLost, ProtocolError, OSError) as error:
             if not self._closed:
                 self._lose(f"is gone: {error}")
+
+    def _deliver(self, word: frames.Tell) -> None:
+        if word.topic == READER_LEFT:
+            for call in list(self._left):
+                call(word.sender)
+        elif word.topic in self._told:
+            self._told[word.topic](word.sender, word.value)
 
     def _await_frame(self) -> None:
         """Returns when there is something to read. Silence is counted in waits of ours: while this process was stopped,

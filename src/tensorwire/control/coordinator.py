@@ -18,7 +18,7 @@ from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
 from tensorwire.control.clock import pack_time
 from tensorwire.control.frames import Cause
-from tensorwire.control.names import GONE, MOST_READERS, READER, describe_exit, member_name
+from tensorwire.control.names import GONE, MOST_READERS, READER, READER_LEFT, describe_exit, member_name
 from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
@@ -275,7 +275,7 @@ class Coordinator:
         if isinstance(message, frames.Beat) or (member.reads and isinstance(message, (frames.Bye, frames.Stats))):
             return
         if isinstance(message, frames.Tell):
-            if message.to in self._members:
+            if message.to in self._members and message.topic != READER_LEFT:
                 told = frames.Tell(message.to, message.topic, message.value, member.name)
                 self._send(self._members[message.to].writer, told)
             return
@@ -328,6 +328,9 @@ class Coordinator:
         del self._members[member.name]
         if member.reads:
             self._loop.create_task(self._book.drop(member.name))
+            for other in self._members.values():
+                if other.name.startswith("server"):
+                    self._send(other.writer, frames.Tell(other.name, READER_LEFT, b"", member.name))
             return
         self._book.waits.step(member.name, frames.Waiting())
         if member.name in self._exits:

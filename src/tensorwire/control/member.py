@@ -140,14 +140,6 @@ class Member:
         except AlreadyPublished:
             return msgspec.msgpack.decode(self.client.lookup(key), type=str)
 
-    def drop(self, name: str) -> None:
-        """Another member is gone, and nobody needs the channel to it any more."""
-        with self._lock:
-            channel = self._channels.pop(name, None)
-            self.routes.pop(name, None)
-        if channel is not None:
-            channel.close()
-
     def card(self, name: str, timeout: float = 60.0) -> Card:
         """Another member's entry. Raises `WaitTimeout` if it has not joined."""
         try:

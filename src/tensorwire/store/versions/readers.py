@@ -12,8 +12,6 @@ has read.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -47,9 +45,12 @@ def holds(board: memoryview, buffer: int, counter: int) -> bool:
     return int(np.frombuffer(board, np.uint64, 1, WORD * (1 + buffer))[0]) == counter
 
 
-def hello() -> bytes:
-    """A reader's first word: where it is."""
-    return f"{socket.gethostname()}, process {os.getpid()}".encode()
+class Hello(msgspec.Struct, frozen=True):
+    """A reader's first word: by which device it reads, its machine, and its process there."""
+
+    device: str
+    machine: str
+    process: int
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -83,43 +84,39 @@ class Readers:
         self._lock = threading.Lock()
         member.client.on_told(topic(store, "hello"), self._come)
         member.client.on_told(topic(store, "report"), self._note)
+        self._forget_left = member.client.on_reader_left(self._drop)
 
-    # ---- readers come and go
+    # ---- readers come and go; all of it in the control thread, so that whatever is wrong must not raise
 
-    def _come(self, reader: str, where: bytes) -> None:
-        name = f"{self._store} {reader}"
-        threading.Thread(target=self._admit, args=(reader, where), name=name, daemon=True).start()
+    def _come(self, reader: str, word: bytes) -> None:
+        """Opens to a reader what it needs. Nothing connects to it: it may be where nobody reaches it."""
+        with contextlib.suppress(TensorwireError, msgspec.MsgspecError, KeyError):
+            hello = msgspec.msgpack.decode(word, type=Hello)
+            device, board = self._member.devices[hello.device], self._boards[hello.device]
+            lease = device.allocate(LEASE_BYTES)
+            where = f"{hello.machine}, process {hello.process}"
+            with self._lock:
+                self._readers[reader] = _Reader(lease, ReaderState(reader, where))
+            if hello.device not in self._buffers:
+                memory = [] if device.capabilities.maps else self._memory
+                self._buffers[hello.device] = [device.register(each) for each in memory]
+            buffers = [each.remote("read").pack() for each in self._buffers[hello.device]]
+            opened = Opened(board.remote("read").pack(), buffers, lease.remote("write").pack())
+            self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
 
     def _note(self, reader: str, report: bytes) -> None:
         """What a reader runs now."""
-        with contextlib.suppress(msgspec.MsgspecError), self._lock:
+        with contextlib.suppress(msgspec.MsgspecError, KeyError), self._lock:
             found = self._readers[reader]
             said = msgspec.msgpack.decode(report, type=ReaderState)
             found.state = msgspec.structs.replace(said, reader=reader, machine=found.state.machine)
 
-    def _admit(self, reader: str, where: bytes) -> None:
-        """Whatever goes wrong with a reader is the reader's affair."""
-        with contextlib.suppress(TensorwireError):
-            channel = self._member.channel(reader)
-            name = channel.device.name
-            lease = channel.device.allocate(LEASE_BYTES)
-            with self._lock:
-                self._readers[reader] = _Reader(lease, ReaderState(reader, where.decode(errors="replace")))
-                if name not in self._buffers:
-                    memory = [] if channel.device.capabilities.maps else self._memory
-                    self._buffers[name] = [channel.device.register(each) for each in memory]
-            channel.on_lost(lambda _: self._drop(reader))
-            regions = [self._boards[name].remote("read"), lease.remote("write")]
-            board, own = (region.pack() for region in regions)
-            opened = Opened(board, [each.remote("read").pack() for each in self._buffers[name]], own)
-            self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
-
     def _drop(self, reader: str) -> None:
+        """A reader is gone, and holds nothing."""
         with self._lock:
             found = self._readers.pop(reader, None)
         if found is not None:
             found.lease.close()
-            self._member.drop(reader)
 
     @property
     def states(self) -> list[ReaderState]:
@@ -160,6 +157,7 @@ class Readers:
         """The store has ended."""
         for what in ("hello", "report"):
             self._member.client.on_told(topic(self._store, what), None)
+        self._forget_left()
         with self._lock:
             readers, self._readers = self._readers, {}
         for each in readers.values():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ from tensorwire.messages import decode_message
 from tensorwire.observe import counters
 from tensorwire.store.versions.handover import PUBLISHER, ask
 from tensorwire.store.versions.listing import ask_publisher
-from tensorwire.store.versions.readers import WORD, Opened, hello, holds, read_board
+from tensorwire.store.versions.readers import WORD, Hello, Opened, holds, read_board
 from tensorwire.store.versions.selection import ReadSpan, Selection
 from tensorwire.store.versions.version_files import CURRENT, MODEL, mapped
 from tensorwire.store.versions.version_layout import Manifest, VersionLayout, parse_manifest
@@ -128,18 +130,19 @@ class LeasedVersion(OpenVersion):
 class Leases:
     """The versions of a store, read one-sidedly: from buffers that are mapped, or over a network.
 
-    ``socket``: where this machine's processes get the buffers' descriptors. Raises `PeerLost`.
+    ``handover``: where this machine's processes get the buffers' descriptors. Raises `PeerLost`.
     """
 
-    def __init__(self, member: Member, store: str, layout: VersionLayout, socket: str, timeout: float) -> None:
+    def __init__(self, member: Member, store: str, layout: VersionLayout, handover: str, timeout: float) -> None:
         self._timeout, self._layout = timeout, layout
         self._channel = member.channel(PUBLISHER)
-        opened = decode_message(ask_publisher(member, store, "hello", "opened", hello(), timeout), Opened)
+        hello = msgspec.msgpack.encode(Hello(self._channel.device.name, socket.gethostname(), os.getpid()))
+        opened = decode_message(ask_publisher(member, store, "hello", "opened", hello, timeout), Opened)
         self._board = RemoteRegion.unpack(opened.board)
         self._buffers = [RemoteRegion.unpack(each) for each in opened.buffers]
         self.device = self._channel.device.name
         self.maps = self._channel.device.capabilities.maps
-        self._mapped = self._map(socket) if self.maps else []
+        self._mapped = self._map(handover) if self.maps else []
         device = self._channel.device
         self._seen = device.allocate(self._board.length)
         self.header = device.allocate(layout.data)
@@ -150,8 +153,8 @@ class Leases:
         self._signs, self._signed, self._beat = 0, 0.0, member.client.welcome.beat
         self._rooms: dict[tuple[int, int], Region] = {}
 
-    def _map(self, socket: str) -> list[Bytes]:
-        descriptors = ask(socket, self._board.length // WORD - 1)
+    def _map(self, handover: str) -> list[Bytes]:
+        descriptors = ask(handover, self._board.length // WORD - 1)
         try:
             files = [mapped(fd, self._layout.nbytes, writable=False) for fd in descriptors]
             return [np.frombuffer(file, np.uint8) for file in files]
