@@ -63,17 +63,17 @@ def find_announcement(member: Member, store: str, timeout: float = _SECONDS) -> 
 
 
 class Giver:
-    """Gives ``descriptors`` to all who ask at ``path``, in a thread, until ``close()``.
+    """Gives the ``descriptors`` of a store to all who ask at ``path``, in a thread, until ``close()``.
 
     All have the open file descriptions that this process has: the kernel counts them as one user of the files.
     """
 
-    def __init__(self, path: Path, descriptors: list[int]) -> None:
+    def __init__(self, store: str, path: Path, descriptors: list[int]) -> None:
         self._path, self._rights = path, array.array("i", descriptors)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(128)
-        self._thread = threading.Thread(target=self._give, name="tensorwire-snapshots", daemon=True)
+        self._thread = threading.Thread(target=self._give, name=f"{store} descriptors", daemon=True)
         self._thread.start()
 
     def _give(self) -> None:

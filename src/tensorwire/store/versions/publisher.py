@@ -70,7 +70,7 @@ class Publisher:
         self._heads = [each[: self._layout.data] for each in memory]
         self._last: list[Version | None] = [None] * count  # by buffer: what was published last from it
         self._readers = Readers(member, name, memory, member.client.welcome.lost_after)
-        self._giver = Giver(Path(f"{self.files.path}.socket"), self.files.descriptors)
+        self._giver = Giver(name, Path(f"{self.files.path}.socket"), self.files.descriptors)
         self._closed = threading.Event()
         self._regions: list[Region] = []
         announce(member, Announcement(name, member.where, str(self.files.path), f"{self.files.path}.socket"))
