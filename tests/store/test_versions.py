@@ -113,14 +113,14 @@ def test_a_version_waits_for_the_end_of_its_step() -> None:
 
 def manifests(job: Job, mode: Mode) -> list[tuple[set[float], int]]:
     """Each push adds 1 to every element. By bucket: the values in a version, and what its manifest says."""
-    optimizer, step = counting(True, mode)
+    optimizer, step = counting(Every(None, when_held="wait"), mode)
     found = []
     with reading(job) as reader:
         for _ in range(6):
             step()
-            optimizer.publish()
+            counter = optimizer.publish()
             assert reader._files is not None
-            opened = reader._open_file(reader._files, 2, 60.0)
+            opened = reader._open_file(reader._files, counter or 1, 60.0)
             for places, updates in zip(reader._layout.buckets, opened.manifest.updates, strict=True):
                 values = (np.frombuffer(opened.memory, np.float32, p.nbytes // 4, p.file) for p in places)
                 found.append(({float(v) for each in values for v in each}, updates))
@@ -132,9 +132,10 @@ def manifests(job: Job, mode: Mode) -> list[tuple[set[float], int]]:
 
 @pytest.mark.parametrize("mode", [Async(), SSP(staleness=2)], ids=repr)
 def test_the_manifest_counts_the_updates_of_each_bucket(mode: Mode) -> None:
-    for found in run_job(manifests, mode, servers=2, workers=3).ok():
+    first, *others = run_job(manifests, mode, servers=2, workers=3).ok()
+    for found in (first, *others):
         assert all(values == {float(updates)} for values, updates in found)
-        assert len({updates for _, updates in found}) > 1
+    assert len({updates for _, updates in first}) >= 6, "each step of worker 0 is an update of every bucket"
 
 
 def raced_by_updates(job: Job, versions: int) -> int:
@@ -266,8 +267,8 @@ RACES += [("tcp", 50_000, (9000, 5, 7000)), ("auto", 20_000, (250_000, 5)), ("tc
 def test_no_read_is_torn_while_the_training_goes_on(device: str, reads: int, sizes: tuple[int, ...]) -> None:
     (read, versions, steps), _ = run_job(raced, device, reads, sizes, servers=2).ok()
     assert read == reads
-    assert versions > reads / 100
-    assert steps > versions
+    assert versions > reads / 500
+    assert steps >= versions - 1
 
 
 # ---- readers that keep versions
