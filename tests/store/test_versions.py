@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -423,6 +424,25 @@ def test_readers_get_what_they_ask_for_and_read_no_more(device: str) -> None:
         assert sizes == [payload] * 3 + [0]
 
 
+def repeated(job: Job, device: str) -> list[int]:
+    """How much memory a reader keeps registered after each of its pulls."""
+    optimizer, _ = counting(True)
+    kept = []
+    with reading(job, device) as reader:
+        for _ in range(4):
+            _, got = reader.pull(1)
+            assert only(got) == 0.0
+            kept.append(len(reader._source._rooms))
+    job.barrier()
+    optimizer.close()
+    return kept
+
+
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_pulls_into_new_memory_keep_none_of_it(device: str) -> None:
+    assert run_job(repeated, device).ok() == [[0] * 4] * 2
+
+
 def asked(job: Job) -> tuple[int, int]:
     optimizer, step = counting(True)
     step()
@@ -475,6 +495,11 @@ def staged(job: Job, device: str) -> list[str]:
                 again.commit(wrong)
             seen.append(str(raised.value))
             assert all(torch.equal(before[name], value) for name, value in wrong.state_dict().items())
+        seen_before = torch.nn.Linear(40, 50)
+        again.commit(seen_before)
+        alive = weakref.ref(seen_before)
+        del seen_before
+        assert alive() is not None, "another module could have its id, and be taken for it"
         half = torch.nn.Linear(40, 50).to(torch.bfloat16)
         again.commit(half)
         assert torch.equal(half.weight, net.weight.bfloat16())

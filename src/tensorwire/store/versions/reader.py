@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from tensorwire.control import Member
+from tensorwire.device import Region
 from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
@@ -171,12 +172,15 @@ class Reader:
         selection = self._select(names, slices)
         if into is None:
             memory = np.empty(selection.nbytes, np.uint8)
-            wanted, tensors = [(selection, memory)], views(memory, selection)
-        else:
-            wanted, tensors = self._fit(selection, slices, into), dict(into)
+            with self._source.room_once(memory) as room:
+                return self._read([(selection, room)], min_version, timeout), views(memory, selection)
+        wanted = [(part, self._source.room(memory)) for part, memory in self._fit(selection, slices, into)]
+        return self._read(wanted, min_version, timeout), dict(into)
+
+    def _read(self, wanted: Sequence[tuple[Selection, Region]], min_version: int | None, timeout: float) -> Version:
         with contextlib.closing(self._open(min_version, timeout)) as opened, self._explained():
-            opened.read([(part, self._source.room(memory)) for part, memory in wanted])
-            return opened.manifest.version, tensors
+            opened.read(wanted)
+            return opened.manifest.version
 
     def stage(
         self,

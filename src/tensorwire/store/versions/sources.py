@@ -205,11 +205,15 @@ class Leases:
             read.wait(self._timeout)
 
     def room(self, buffer: Bytes) -> Region:
-        """Registers memory that versions are read into, once."""
+        """Registers memory that versions are read into again and again, once, and keeps it."""
         key = (buffer.ctypes.data, buffer.nbytes)
         if key not in self._rooms:
-            self._rooms[key] = self._channel.device.register(buffer)
+            self._rooms[key] = self.room_once(buffer)
         return self._rooms[key]
+
+    def room_once(self, buffer: Bytes) -> Region:
+        """Registers memory for one version; the caller closes it."""
+        return self._channel.device.register(buffer)
 
     def close(self) -> None:
         """Idempotent."""

@@ -92,7 +92,8 @@ class Staged:
         self._opened, self._held, self._take = opened, held, take
         self.version = opened.manifest.version
         self.tensors = tensors
-        self._prepared: dict[int, Pairs] = {}
+        # By id, with the module: another one could have its id later.
+        self._prepared: dict[int, tuple[torch.nn.Module, Pairs]] = {}
         self._closed = False
 
     def convert_for(self, module: torch.nn.Module, *, strict: bool = True) -> None:
@@ -106,7 +107,8 @@ class Staged:
             ArgumentError: It cannot.
         """
         targets = match(module, self._held, strict=strict)
-        self._prepared[id(module)] = [(t.detach(), self.tensors[name].to(t.dtype)) for name, t in targets.items()]
+        pairs = [(t.detach(), self.tensors[name].to(t.dtype)) for name, t in targets.items()]
+        self._prepared[id(module)] = module, pairs
 
     def commit(self, module: torch.nn.Module, *, strict: bool = True) -> Version:
         """Copies the version into a module, under the reader's lock. It may be repeated, also for other modules.
@@ -125,7 +127,8 @@ class Staged:
             raise ArgumentError(f"version {self.version} is not staged any more: stage a version, and commit that")
         if id(module) not in self._prepared:
             self.convert_for(module, strict=strict)
-        self._take(self.version, self._prepared[id(module)])
+        _, pairs = self._prepared[id(module)]
+        self._take(self.version, pairs)
         return self.version
 
     def close(self) -> None:
