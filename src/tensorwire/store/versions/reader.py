@@ -172,9 +172,11 @@ class Reader:
         selection = self._select(names, slices)
         if into is None:
             memory = np.empty(selection.nbytes, np.uint8)
-            with self._source.room_once(memory) as room:
+            with self._explained(), self._source.room_once(memory) as room:
                 return self._read([(selection, room)], min_version, timeout), views(memory, selection)
-        wanted = [(part, self._source.room(memory)) for part, memory in self._fit(selection, slices, into)]
+        fitting = self._fit(selection, slices, into)
+        with self._explained():
+            wanted = [(part, self._source.room(memory)) for part, memory in fitting]
         return self._read(wanted, min_version, timeout), dict(into)
 
     def _read(self, wanted: Sequence[tuple[Selection, Region]], min_version: int | None, timeout: float) -> Version:
