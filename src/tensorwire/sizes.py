@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MOST_NAMES = 4
 
 
 def size_text(nbytes: float) -> str:
@@ -23,3 +26,9 @@ def round_up(number: int, multiple: int) -> int:
 def counted(number: int, what: str) -> str:
     """``1 bucket``, ``2 buckets``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first four of them, and how many more there are; '' for none."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

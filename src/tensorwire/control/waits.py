@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from tensorwire.control import frames
 from tensorwire.control.names import member_name
+from tensorwire.sizes import listed
 
 # A worker hears of a wait after so many seconds; then, in this wait or another one, after twice as many as before, so
 # that waits which belong to every step of a job are not told in every step.
 FIRST_SECONDS = 5.0
 MOST_SECONDS = 60.0
-_MOST_NAMES = 4
 
 
 class Waits:
@@ -53,7 +53,7 @@ class Waits:
 
     def missing(self, role: str, here: set[str]) -> str:
         """The members of a role that are not ``here``, in words; '' for none."""
-        return _listed([n for n in (member_name(role, i) for i in range(self._sizes.get(role, 0))) if n not in here])
+        return listed([n for n in (member_name(role, i) for i in range(self._sizes.get(role, 0))) if n not in here])
 
     async def _repeat(self, member: str, why: Callable[[], str], waited: float) -> None:
         began = time.monotonic() - waited
@@ -62,11 +62,6 @@ class Waits:
             await asyncio.sleep(pause)
             self._pauses[member] = min(2 * pause, MOST_SECONDS)
             self._tell(member, f"{member} has waited {time.monotonic() - began:.0f} s {why()}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def awaited(key: str) -> str:

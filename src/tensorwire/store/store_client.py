@@ -169,6 +169,11 @@ class StoreClient(StoreEnd):
         self._place_parameters(self.windows)
         self._open()
 
+    def summary(self) -> str:
+        """One line for people: what moves a step, and what servers register."""
+        found = self.plan.summary(self.member.client.welcome.workers, len(self.windows))
+        return found if self.spec.publish is None else f"{found}; {self.spec.publish.describe(self.plan)}"
+
     def _place_parameters(self, windows: Sequence[Window]) -> None:
         """Fills ``windows``: with the servers' own memory where it can be mapped, else with ours that they write."""
         plan = self.plan

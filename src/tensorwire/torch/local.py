@@ -69,9 +69,7 @@ class LocalTraining:
 
     def summary(self) -> str:
         """One line for people."""
-        found = self.client.plan.summary(self._worker.num_workers)
-        publish = self.client.spec.publish
-        return found if publish is None else f"{found}; {publish.describe(self.client.plan)}"
+        return self.client.summary()
 
     # ---- a step
 

@@ -324,11 +324,10 @@ class StoreOptimizer(OptimizerState):
             JobEnded: The job ended; the message says why.
         """
         with self._alone.calling("publish()"), self._worker.member.explained():
-            if self._publishing is None:
-                raise ArgumentError("this optimizer makes no versions: construct it with publish=True")
+            publishing = self._find_publishing()
             if any(part.is_open for part in self._parts):
                 raise ArgumentError("publish between two steps: gradients are in flight")
-            return self._publishing.publish()
+            return publishing.publish()
 
     def readers(self) -> list[ReaderState]:
         """Who reads the versions that ``publish=`` makes, and what each reader runs. Any worker may call it.
@@ -342,9 +341,13 @@ class StoreOptimizer(OptimizerState):
             JobEnded: The job ended; the message says why.
         """
         with self._alone.calling("readers()"), self._worker.member.explained():
-            if self._publishing is None:
-                raise ArgumentError("this optimizer makes no versions: construct it with publish=True")
+            self._find_publishing()
             return list_versions(self._worker.member, self._client.name).readers
+
+    def _find_publishing(self) -> Publishing:
+        if self._publishing is None:
+            raise ArgumentError("this optimizer makes no versions: construct it with publish=True")
+        return self._publishing
 
     @property
     def _client(self) -> StoreClient:

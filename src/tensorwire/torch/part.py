@@ -139,9 +139,7 @@ class Part:
 
     def summary(self) -> str:
         """One line for people."""
-        found = self.plan.summary(self._worker.num_workers, len(self.client.windows))
-        if self._settings.publish is not None:
-            found += f"; {self._settings.publish.describe(self.plan)}"
+        found = self.client.summary()
         return found if self.copies is None else f"{found}; {self.copies.describe()}"
 
     # ---- pushing

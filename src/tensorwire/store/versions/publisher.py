@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from tensorwire.store.versions.readers import Readers
 from tensorwire.store.versions.version_files import JobFolder, VersionFiles, mapped
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 
-_log = logging.getLogger("tensorwire")
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
 _LOOKS = (0.001, 0.05)  # seconds between looks whether readers have let go of a buffer: at first, and at most
 

@@ -136,10 +136,9 @@ class Readers:
         self._store_word(1 + buffer, 0)
 
     def _store_word(self, at: int, value: int) -> None:
-        for board in self._boards.values():  # of the same memory
-            board.store(WORD * at, value)
-            board.fetch_add(WORD * at, 0)  # a full fence: what follows looks at leases
-            return
+        board, *_ = self._boards.values()  # all are of the same memory
+        board.store(WORD * at, value)
+        board.fetch_add(WORD * at, 0)  # a full fence: what follows looks at leases
 
     def hold(self, counter: int) -> bool:
         """Whether a reader has a lease of that version, and is not silent."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tensorwire.errors import ArgumentError
+from tensorwire.sizes import listed
 from tensorwire.store.versions.selection import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.sources import Bytes, OpenVersion
 from tensorwire.store.versions.version_layout import FileTensor, Version, VersionLayout
 
-_MOST_NAMES = 4
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what changes, and what it becomes
 
 
@@ -50,7 +50,9 @@ def match(module: torch.nn.Module, held: Mapping[str, FileTensor], *, strict: bo
     if strict and (missing or strange):
         raise ArgumentError(
             "the version is not one of this module: "
-            + "; ".join(f"{what} {_listed(n)}" for what, n in (("it lacks", missing), ("it has", strange)) if n)
+            + "; ".join(
+                f"{what} {listed([*map(repr, n)])}" for what, n in (("it lacks", missing), ("it has", strange)) if n
+            )
             + ": load what it lacks by other means, and pass strict=False"
         )
     for name, tensor in found.items():
@@ -66,11 +68,6 @@ def match(module: torch.nn.Module, held: Mapping[str, FileTensor], *, strict: bo
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
 
 
 class Staged:
