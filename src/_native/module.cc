@@ -13,6 +13,7 @@
 #include "count.h"
 #include "death_notifier.h"
 #include "engine.h"
+#include "file_map.h"
 #include "memory.h"
 #include "monitor.h"
 #include "notices.h"
@@ -212,6 +213,7 @@ NB_MODULE(_native, m) {
 
     bind_tensors(m);
     bind_rows(m);
+    bind_file_maps(m);
 
     nb::class_<Memory>(m, "Memory", "A span of memory that transfers may touch.", nb::type_slots(memory_slots), nb::is_weak_referenceable())
         .def(nb::init<const Memory&>(), "other"_a)
