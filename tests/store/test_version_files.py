@@ -214,7 +214,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> files.JobFolder:
 
 def test_a_file_is_free_while_nobody_else_has_it(folder: files.JobFolder) -> None:
     made = files.VersionFiles(folder, "store/0", 8192, 2)
-    memory = files.mapped(made.descriptors[0], 8192)
+    memory = files.map_buffer(made.descriptors[0], 8192)
     memory[:] = b"x" * 8192
     path = made.publish(0, 1) / files.MODEL
     assert made.is_free(0), "the one that fills it has it, which does not count"
@@ -305,7 +305,7 @@ def test_where_the_folder_is_too_small_versions_are_files_of_the_kernels_own(
     with nothing_kept():
         again = files.JobFolder.open("a1", "", b"")
         made = files.VersionFiles(again, "store/0", layout.nbytes, 2)
-        memory = files.mapped(made.descriptors[1], layout.nbytes)
+        memory = files.map_buffer(made.descriptors[1], layout.nbytes)
         memory[: layout.data] = layout.header(Manifest(0, 1, 0, (0,) * len(layout.buckets)))
         path = made.publish(1, 1) / files.MODEL
         assert str(path.resolve()).startswith("/memfd:")

@@ -18,9 +18,9 @@ from tensorwire.launch.place import device_choice, listening_interface
 from tensorwire.launch.secret import file_secret
 from tensorwire.store.modes import Sync
 from tensorwire.store.store_layout import StoreSpec
-from tensorwire.store.versions.handover import find_numbered
+from tensorwire.store.versions.handover import PUBLISHER, find_numbered
 from tensorwire.store.versions.reader import Reader
-from tensorwire.store.versions.sources import Files, Leases
+from tensorwire.store.versions.sources import Files, Leases, Source
 from tensorwire.store.versions.version_files import find_job, living_jobs
 from tensorwire.store.versions.version_layout import VersionLayout
 
@@ -60,9 +60,12 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
                 f"the job has no optimizer with publish= of number {number} after {timeout:g} s: is it constructed?"
             ) from None
         layout = _layout(member, found.store)
-        source = Leases(member, found.store, layout, found.socket, timeout)
-        files = Files(Path(found.folder), layout) if source.maps else None
-        return Reader(member, found.store, layout, source, files)
+        source: Source
+        if member.channel(PUBLISHER).device.capabilities.maps:
+            source = Files(member, found.store, Path(found.folder), layout)
+        else:
+            source = Leases(member, found.store, layout, timeout)
+        return Reader(member, found.store, layout, source)
     except BaseException:
         member.close()
         raise

@@ -28,7 +28,7 @@ from tensorwire.store.versions.cuts import Cut, CutReport, granted, held, report
 from tensorwire.store.versions.handover import Announcement, Giver, announce
 from tensorwire.store.versions.listing import Listing, VersionState, topic
 from tensorwire.store.versions.readers import Readers
-from tensorwire.store.versions.version_files import JobFolder, VersionFiles, mapped
+from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
@@ -64,7 +64,7 @@ class Publisher:
         client = member.client
         folder = JobFolder.open(client.welcome.job, client.address, client.secret)
         self.files = VersionFiles(folder, name, self._layout.nbytes, count)
-        memory = [mapped(fd, self._layout.nbytes) for fd in self.files.descriptors]
+        memory = [map_buffer(fd, self._layout.nbytes) for fd in self.files.descriptors]
         self._heads = [each[: self._layout.data] for each in memory]
         self._last: list[Version | None] = [None] * count  # by buffer: what was published last from it
         self._readers = Readers(member, name, memory, member.client.welcome.lost_after)

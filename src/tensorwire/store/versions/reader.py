@@ -10,10 +10,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -21,21 +19,17 @@ import torch
 import xxhash
 
 from tensorwire.control import Member
-from tensorwire.device import Region
 from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
 from tensorwire.store.versions.selection import Selection, select
-from tensorwire.store.versions.sources import Bytes, Files, FileVersion, LeasedVersion, Leases, OpenVersion
-from tensorwire.store.versions.staging import Pairs, Staged, match, views, whole_file
+from tensorwire.store.versions.sources import Bytes, Files, OpenVersion, Source, Wanted
+from tensorwire.store.versions.staging import Pairs, Staged, copy_into, match, views, whole_file
 from tensorwire.store.versions.version_files import MODEL
 from tensorwire.store.versions.version_layout import Version, VersionLayout
 
 _LOOKS = (0.0005, 0.02)  # seconds between looks whether there is a newer version: at first, and at most
 _CAUSE_SECONDS = 1.0  # that the job's end may come after the end of its versions
-
-
-Version_ = TypeVar("Version_", bound=OpenVersion)
 
 
 class Reader:
@@ -51,8 +45,8 @@ class Reader:
             ``read``, ``verify`` and ``convert``.
     """
 
-    def __init__(self, member: Member, store: str, layout: VersionLayout, source: Leases, files: Files | None) -> None:
-        self._member, self._store, self._layout, self._source, self._files = member, store, layout, source, files
+    def __init__(self, member: Member, store: str, layout: VersionLayout, source: Source) -> None:
+        self._member, self._store, self._layout, self._source = member, store, layout, source
         self.version: Version | None = None
         self.lock = threading.RLock()
         self.seconds: dict[str, float] = {}
@@ -85,12 +79,12 @@ class Reader:
         Raises:
             ArgumentError: There is no version yet, or the files are on another machine.
         """
-        if self._files is None:
+        if not isinstance(self._source, Files):
             raise ArgumentError("the files of this job are on another machine: pull() reads them")
         counter = self.newest()
         if not counter:
             raise ArgumentError("there is no version yet: wait() for one")
-        return self._files.folder / str(counter) / MODEL
+        return self._source.folder / str(counter) / MODEL
 
     def newest(self) -> int:
         """The counter of the newest version; 0: there is none yet."""
@@ -172,16 +166,12 @@ class Reader:
         selection = self._select(names, slices)
         if into is None:
             memory = np.empty(selection.nbytes, np.uint8)
-            with self._explained(), self._source.room_once(memory) as room:
-                return self._read([(selection, room)], min_version, timeout), views(memory, selection)
-        fitting = self._fit(selection, slices, into)
-        with self._explained():
-            wanted = [(part, self._source.room(memory)) for part, memory in fitting]
-        return self._read(wanted, min_version, timeout), dict(into)
+            return self._read([(selection, memory)], min_version, timeout, keep=False), views(memory, selection)
+        return self._read(self._fit(selection, slices, into), min_version, timeout), dict(into)
 
-    def _read(self, wanted: Sequence[tuple[Selection, Region]], min_version: int | None, timeout: float) -> Version:
+    def _read(self, wanted: Wanted, min_version: int | None, timeout: float, *, keep: bool = True) -> Version:
         with contextlib.closing(self._open(min_version, timeout)) as opened, self._explained():
-            opened.read(wanted)
+            opened.read(wanted, keep=keep)
             return opened.manifest.version
 
     def stage(
@@ -214,16 +204,10 @@ class Reader:
             match(module, self._layout.held, strict=strict)  # before anything is read
         self.wait(self._next(min_version), timeout)
         start = time.perf_counter()
-        opened: OpenVersion
-        if self._files is None:
-            opened = leased = self._open(min_version, timeout)
-            bring = partial(self._read_whole, leased)
-        else:
-            opened = file = self._open_file(self._files, min_version, timeout)
-            bring = partial(self._data_of, file)
+        opened = self._open(min_version, timeout)
         try:
             with self._explained():
-                memory = bring()
+                memory = self._read_whole(opened) if opened.data is None else opened.data
             read = time.perf_counter()
             self._verify(opened, memory)
         except BaseException:
@@ -292,7 +276,7 @@ class Reader:
         with self.lock, torch.no_grad():
             start = time.perf_counter()
             for target, value in pairs:
-                target.copy_(value)
+                copy_into(target, value)
             self.seconds["pause"] = time.perf_counter() - start
             self.version = version
         state = ReaderState("", "", str(version), version.counter, version.step, self.seconds)
@@ -311,22 +295,17 @@ class Reader:
             return min_version
         return 1 if self.version is None else self.version.counter + 1
 
-    def _open(self, min_version: int | None, timeout: float) -> LeasedVersion:
-        self.wait(self._next(min_version), timeout)
+    def _open(self, min_version: int | None, timeout: float) -> OpenVersion:
+        least = self._next(min_version)
+        self.wait(least, timeout)
         with self._explained():
-            return self._checked(self._source.open(), min_version)
-
-    def _open_file(self, files: Files, min_version: int | None, timeout: float) -> FileVersion:
-        self.wait(self._next(min_version), timeout)
-        with self._explained():
-            return self._checked(files.open(), min_version)
-
-    def _checked(self, opened: Version_, min_version: int | None) -> Version_:
-        counter, least = opened.manifest.counter, self._next(min_version)
-        if counter >= least:
+            opened = self._source.open()
+        if opened.manifest.counter >= least:
             return opened
         opened.close()
-        raise ProtocolError(f"version {counter} came when {least} had been there: versions never go back")
+        raise ProtocolError(
+            f"version {opened.manifest.counter} came when {least} had been there: versions never go back"
+        )
 
     def _select(self, names: Iterable[str] | None, slices: Mapping[str, Sequence[slice]] | None) -> Selection:
         chosen = None if names is None else tuple(names)
@@ -362,16 +341,12 @@ class Reader:
             self._selections["file"] = whole_file(self._layout)
         return self._selections["file"]
 
-    def _data_of(self, file: FileVersion) -> Bytes:
-        """The data of a file that is mapped."""
-        return np.frombuffer(file.memory, np.uint8, self._layout.nbytes - self._layout.data, self._layout.data)
-
-    def _read_whole(self, leased: LeasedVersion) -> Bytes:
-        """The same, read into this process's memory."""
+    def _read_whole(self, opened: OpenVersion) -> Bytes:
+        """All that follows the header, in this process's memory; the version itself is given back."""
         if self._arena is None:
             self._arena = np.empty(self._layout.nbytes - self._layout.data, np.uint8)
-        leased.read([(self._whole_file(), self._source.room(self._arena))])
-        leased.close()
+        opened.read([(self._whole_file(), self._arena)])
+        opened.close()
         return self._arena
 
     def _verify(self, opened: OpenVersion, memory: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""The publisher's side of readers that read buffers one-sidedly: mapped on this machine, or over a network.
+"""The publisher's side of readers: those on other machines read its buffers one-sidedly.
 
 A reader knows three regions: the *board*, which says which version is in which buffer; the buffers; and its own *lease*
 here, which says which version it has, and which it alone writes. It writes the lease, looks whether that version is
@@ -46,7 +46,8 @@ def holds(board: memoryview, buffer: int, counter: int) -> bool:
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """A reader's first word: by which device it reads, its machine, and its process there."""
+    """A reader's first word: by which device it reads, or empty where it reads files; its machine, and its process
+    there."""
 
     device: str
     machine: str
@@ -54,8 +55,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What a reader may read, and its lease: packed regions. On the same machine it maps the buffers by their
-    descriptors."""
+    """What a reader may read, and its lease: packed regions."""
 
     board: bytes
     buffers: list[bytes]
@@ -64,7 +64,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Reader:
-    lease: Region
+    lease: Region | None  # None: it reads files
     state: ReaderState
     seen: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -92,16 +92,17 @@ class Readers:
         """Opens to a reader what it needs. Nothing connects to it: it may be where nobody reaches it."""
         with contextlib.suppress(TensorwireError, msgspec.MsgspecError, KeyError):
             hello = msgspec.msgpack.decode(word, type=Hello)
-            device, board = self._member.devices[hello.device], self._boards[hello.device]
-            lease = device.allocate(LEASE_BYTES)
-            where = f"{hello.machine}, process {hello.process}"
+            device = self._member.devices[hello.device] if hello.device else None
+            lease = None if device is None else device.allocate(LEASE_BYTES)
             with self._lock:
-                self._readers[reader] = _Reader(lease, ReaderState(reader, where))
-            if hello.device not in self._buffers:
-                memory = [] if device.capabilities.maps else self._memory
-                self._buffers[hello.device] = [device.register(each) for each in memory]
-            buffers = [each.remote("read").pack() for each in self._buffers[hello.device]]
-            opened = Opened(board.remote("read").pack(), buffers, lease.remote("write").pack())
+                state = ReaderState(reader, f"{hello.machine}, process {hello.process}")
+                self._readers[reader] = _Reader(lease, state)
+            if device is None or lease is None:
+                return
+            if device.name not in self._buffers:
+                self._buffers[device.name] = [device.register(each) for each in self._memory]
+            buffers = [each.remote("read").pack() for each in self._buffers[device.name]]
+            opened = Opened(self._boards[device.name].remote("read").pack(), buffers, lease.remote("write").pack())
             self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
 
     def _note(self, reader: str, report: bytes) -> None:
@@ -115,7 +116,7 @@ class Readers:
         """A reader is gone, and holds nothing."""
         with self._lock:
             found = self._readers.pop(reader, None)
-        if found is not None:
+        if found is not None and found.lease is not None:
             found.lease.close()
 
     @property
@@ -144,13 +145,13 @@ class Readers:
         """Whether a reader has a lease of that version, and is not silent."""
         with self._lock:
             readers = list(self._readers.values())
-        return any(self._is_held(each, counter) for each in readers)
+        return any(each.lease is not None and self._is_held(each, each.lease, counter) for each in readers)
 
-    def _is_held(self, reader: _Reader, counter: int) -> bool:
-        sign = reader.lease.load(0)
+    def _is_held(self, reader: _Reader, lease: Region, counter: int) -> bool:
+        sign = lease.load(0)
         if sign != reader.seen:
             reader.seen, reader.since = sign, time.monotonic()
-        return reader.lease.load(WORD) == counter and time.monotonic() - reader.since < self._silent
+        return lease.load(WORD) == counter and time.monotonic() - reader.since < self._silent
 
     def close(self) -> None:
         """The store has ended."""
@@ -159,9 +160,8 @@ class Readers:
         self._forget_left()
         with self._lock:
             readers, self._readers = self._readers, {}
-        for each in readers.values():
-            each.lease.close()
-        for region in [*self._boards.values(), *(r for regions in self._buffers.values() for r in regions)]:
+        leases = [each.lease for each in readers.values() if each.lease is not None]
+        for region in [*leases, *self._boards.values(), *(r for regions in self._buffers.values() for r in regions)]:
             region.close()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tensorwire._native import copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.control.locality import why_not_shm
 from tensorwire.device.mapped import unmap
@@ -27,7 +28,7 @@ from tensorwire.store.endpoints import find
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.versions.cuts import Cut, CutReport, report_bytes, unpack_cut
 from tensorwire.store.versions.handover import PUBLISHER, ask, find_announcement
-from tensorwire.store.versions.version_files import mapped
+from tensorwire.store.versions.version_files import map_buffer
 from tensorwire.store.versions.version_layout import VersionLayout
 
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
@@ -85,7 +86,7 @@ class Snapshots:
         moments: Moments | None,
     ) -> None:
         self._member, self._cuts, self._moments = member, cuts, moments
-        self._shard, self._rounds = shard, memory.buffers
+        self._shard, self._rounds, self._large = shard, memory.buffers, copy_is_large(memory.nbytes)
         self._buckets = len(plan.buckets[shard])
         self._sources: list[_Pieces] = []
         self._targets: list[_Pieces] = []
@@ -109,7 +110,7 @@ class Snapshots:
                 [[np.frombuffer(memory.parameters, np.uint8, p.nbytes, start + p.shard) for p in b] for b in places]
             )
         for fd in ask(found.socket, count):
-            file = mapped(fd, layout.nbytes)
+            file = map_buffer(fd, layout.nbytes)
             os.close(fd)
             self._targets.append([[np.frombuffer(file, np.uint8, p.nbytes, p.file) for p in b] for b in places])
 
@@ -214,7 +215,7 @@ class Snapshots:
         checksum = xxhash.xxh3_64()
         sources = self._sources[cut.round % self._rounds][bucket]
         for source, target in zip(sources, self._targets[cut.buffer][bucket], strict=True):
-            np.copyto(target, source)
+            gather(target, source, self._large)
             checksum.update(target.data)
             counters.add(copies=1, copied_bytes=source.nbytes)
         self._report.checksums[bucket] = checksum.intdigest()

@@ -1,9 +1,8 @@
-"""Where a reader gets versions from: by one-sided reads, or, on the machine that has them, as files."""
+"""Where a reader gets versions from: as files on the machine that has them, elsewhere by one-sided reads."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import time
@@ -16,17 +15,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tensorwire._native import copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.device import Completion, Region, RemoteRegion
 from tensorwire.edge import Producer
 from tensorwire.errors import DeviceError, RemoteAccessError, VersionExpired
 from tensorwire.messages import decode_message
 from tensorwire.observe import counters
-from tensorwire.store.versions.handover import PUBLISHER, ask
-from tensorwire.store.versions.listing import ask_publisher
+from tensorwire.store.versions.handover import PUBLISHER
+from tensorwire.store.versions.listing import ask_publisher, topic
 from tensorwire.store.versions.readers import WORD, Hello, Opened, holds, read_board
 from tensorwire.store.versions.selection import ReadSpan, Selection
-from tensorwire.store.versions.version_files import CURRENT, MODEL, mapped
+from tensorwire.store.versions.version_files import CURRENT, MODEL, map_version
 from tensorwire.store.versions.version_layout import Manifest, VersionLayout, parse_manifest
 
 _PART = 4 << 20  # bytes of one read
@@ -34,53 +34,98 @@ _IN_FLIGHT = 8  # reads
 Bytes = npt.NDArray[np.uint8]  # one row
 
 
+Wanted = Sequence[tuple[Selection, Bytes]]  # and the memory that it is read into
+
+
 class OpenVersion(Protocol):
-    """A version that a reader has, and that nobody overwrites, until ``close()``."""
+    """A version that a reader has, and that nobody overwrites, until ``close()``.
+
+    ``data``: all that follows its header, where that is in this process's memory without being read.
+    """
 
     manifest: Manifest
+    data: Bytes | None
+
+    def read(self, wanted: Wanted, *, keep: bool = True) -> None:
+        """Brings what is wanted into memory; ``keep``: the same memory is used again and again.
+
+        Raises `VersionExpired`, and then what is there means nothing; or `PeerLost` or `WaitTimeout`.
+        """
 
     def close(self) -> None:
         """Others may have the memory. Idempotent."""
+
+
+class Source(Protocol):
+    """Versions of one store. ``device``: by which they are read."""
+
+    device: str
+
+    def newest(self) -> int:
+        """The counter of the newest version; 0: there is none yet. Raises `RemoteAccessError` if the store is gone."""
+
+    def open(self) -> OpenVersion:
+        """The newest version. Raises as ``newest``."""
+
+    def close(self) -> None:
+        """Idempotent."""
 
 
 # ---- files
 
 
 class FileVersion(OpenVersion):
-    """A version whose file this process has mapped; changes of ``memory`` are this process's own."""
+    """A version whose file this process has mapped; changes of ``data`` are this process's own.
+
+    While it is mapped, the kernel keeps the servers from filling it: also while tensors over ``data`` live.
+    """
 
     def __init__(self, path: Path, layout: VersionLayout) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            flags = mmap.MAP_PRIVATE
-            self._map = mmap.mmap(fd, layout.nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(fd)
-        self.memory = memoryview(self._map)
-        self.manifest = parse_manifest(self.memory[: layout.data])
+        memory = map_version(path, layout.nbytes)
+        self.manifest = parse_manifest(memory[: layout.data])
+        self._file = np.frombuffer(memory, np.uint8)
+        self.data = self._file[layout.data :]
+
+    def read(self, wanted: Wanted, *, keep: bool = True) -> None:
+        for selection, memory in wanted:
+            large = copy_is_large(selection.nbytes)
+            for file, at, nbytes in selection.spans:
+                gather(memory[at : at + nbytes], self._file[file : file + nbytes], large)
+                counters.add(copies=1, copied_bytes=nbytes)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # somebody has tensors over it, and keeps it as long as these live
-            self.memory.release()
-            self._map.close()
+        self._file = self.data = np.empty(0, np.uint8)
 
 
-class Files:
-    """The versions in ``folder``, which is on this machine."""
+class Files(Source):
+    """The versions of ``store`` in ``folder``, which is on this machine."""
 
-    def __init__(self, folder: Path, layout: VersionLayout) -> None:
+    device = "shm"
+
+    def __init__(self, member: Member, store: str, folder: Path, layout: VersionLayout) -> None:
         self.folder, self._layout = folder, layout
+        member.client.tell(PUBLISHER, topic(store, "hello"), _hello(""))
+
+    def newest(self) -> int:
+        try:
+            return int((self.folder / CURRENT).readlink().name)
+        except FileNotFoundError:
+            self._check()
+            return 0
 
     def open(self) -> FileVersion:
-        """The newest version. Raises `RemoteAccessError` where there is none any more."""
         while True:
             try:
-                return FileVersion((self.folder / CURRENT).resolve() / MODEL, self._layout)
+                return FileVersion(self.folder / (self.folder / CURRENT).readlink() / MODEL, self._layout)
             except FileNotFoundError:  # another version has taken its place meanwhile
-                if not self.folder.is_dir():
-                    raise RemoteAccessError(
-                        "the optimizer that published these versions was closed, and they are gone"
-                    ) from None
+                self._check()
+
+    def _check(self) -> None:
+        if not self.folder.is_dir():
+            raise RemoteAccessError("the optimizer that published these versions was closed, and they are gone")
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 # ---- one-sided reads
@@ -88,6 +133,8 @@ class Files:
 
 class LeasedVersion(OpenVersion):
     """A version that is read from the publisher's memory, under a lease."""
+
+    data = None
 
     def __init__(self, leases: Leases, counter: int, buffer: int) -> None:
         self._leases, self.counter, self._buffer = leases, counter, buffer
@@ -104,13 +151,11 @@ class LeasedVersion(OpenVersion):
         self._check()
         return memoryview(header)
 
-    def read(self, wanted: Sequence[tuple[Selection, Region]]) -> None:
-        """Brings what is wanted into memory.
-
-        Raises `VersionExpired`, and then what is there means nothing; or `PeerLost` or `WaitTimeout`.
-        """
-        for selection, region in wanted:
-            self._leases.bring(self._buffer, self.counter, selection.spans, region)
+    def read(self, wanted: Wanted, *, keep: bool = True) -> None:
+        with contextlib.ExitStack() as once:
+            for selection, memory in wanted:
+                room = self._leases.room(memory) if keep else once.enter_context(self._leases.room_once(memory))
+                self._leases.bring(self._buffer, self.counter, selection.spans, room)
         self._check()
 
     def _check(self) -> None:
@@ -127,40 +172,27 @@ class LeasedVersion(OpenVersion):
                 self._leases.hold(0)
 
 
-class Leases:
-    """The versions of a store, read one-sidedly: from buffers that are mapped, or over a network.
+class Leases(Source):
+    """The versions of ``store``, read one-sidedly from the publisher's buffers. Raises `PeerLost`."""
 
-    ``handover``: where this machine's processes get the buffers' descriptors. Raises `PeerLost`.
-    """
-
-    def __init__(self, member: Member, store: str, layout: VersionLayout, handover: str, timeout: float) -> None:
-        self._timeout, self._layout = timeout, layout
+    def __init__(self, member: Member, store: str, layout: VersionLayout, timeout: float) -> None:
+        self._timeout = timeout
         self._channel = member.channel(PUBLISHER)
-        hello = msgspec.msgpack.encode(Hello(self._channel.device.name, socket.gethostname(), os.getpid()))
+        hello = _hello(self._channel.device.name)
         opened = decode_message(ask_publisher(member, store, "hello", "opened", hello, timeout), Opened)
         self._board = RemoteRegion.unpack(opened.board)
         self._buffers = [RemoteRegion.unpack(each) for each in opened.buffers]
         self.device = self._channel.device.name
-        self.maps = self._channel.device.capabilities.maps
-        self._mapped = self._map(handover) if self.maps else []
         device = self._channel.device
         self._seen = device.allocate(self._board.length)
         self.header = device.allocate(layout.data)
         self._version = device.allocate(WORD)  # as it goes into the lease
         lease = RemoteRegion.unpack(opened.lease)
-        source = [] if self.maps else [self._version.view()]
-        self._lease = Producer(self._channel, lease.view(0, WORD), slots=[lease.view(WORD, WORD)], source=source)
+        self._lease = Producer(
+            self._channel, lease.view(0, WORD), slots=[lease.view(WORD, WORD)], source=[self._version.view()]
+        )
         self._signs, self._signed, self._beat = 0, 0.0, member.client.welcome.beat
         self._rooms: dict[tuple[int, int], Region] = {}
-
-    def _map(self, handover: str) -> list[Bytes]:
-        descriptors = ask(handover, self._board.length // WORD - 1)
-        try:
-            files = [mapped(fd, self._layout.nbytes, writable=False) for fd in descriptors]
-            return [np.frombuffer(file, np.uint8) for file in files]
-        finally:
-            for fd in descriptors:
-                os.close(fd)
 
     def look(self) -> memoryview:
         """The board as it is now."""
@@ -168,11 +200,9 @@ class Leases:
         return memoryview(self._seen)
 
     def newest(self) -> int:
-        """The counter of the newest version; 0: there is none yet."""
         return read_board(self.look())[0]
 
     def open(self) -> LeasedVersion:
-        """The newest version."""
         while True:
             counter, buffer = read_board(self.look())
             self.hold(counter)
@@ -189,16 +219,11 @@ class Leases:
     def bring(self, buffer: int, counter: int, spans: Sequence[ReadSpan], region: Region) -> None:
         """Reads spans of a buffer that has version ``counter``, with signs of life."""
         under_way: deque[Completion] = deque()
-        memory = np.frombuffer(memoryview(region), np.uint8)
         for file, at, nbytes in _parts(spans):
-            if self.maps:
-                np.copyto(memory[at : at + nbytes], self._mapped[buffer][file : file + nbytes])
-                counters.add(copies=1, copied_bytes=nbytes)
-            else:
-                if len(under_way) == _IN_FLIGHT:
-                    under_way.popleft().wait(self._timeout)
-                source = self._buffers[buffer].view(file, nbytes)
-                under_way.append(self._channel.read(region.view(at, nbytes), source))
+            if len(under_way) == _IN_FLIGHT:
+                under_way.popleft().wait(self._timeout)
+            source = self._buffers[buffer].view(file, nbytes)
+            under_way.append(self._channel.read(region.view(at, nbytes), source))
             if time.monotonic() - self._signed > self._beat:
                 self.hold(counter)
         for read in under_way:
@@ -216,9 +241,12 @@ class Leases:
         return self._channel.device.register(buffer)
 
     def close(self) -> None:
-        """Idempotent."""
         for region in (self._seen, self.header, self._version, *self._rooms.values()):
             region.close()
+
+
+def _hello(device: str) -> bytes:
+    return msgspec.msgpack.encode(Hello(device, socket.gethostname(), os.getpid()))
 
 
 def _parts(spans: Sequence[ReadSpan]) -> Iterator[ReadSpan]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import signal
@@ -31,6 +30,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from tensorwire._native import FileMap
 from tensorwire.errors import ArgumentError, OutOfMemory
 from tensorwire.sizes import counted, size_text
 
@@ -40,7 +40,6 @@ CURRENT = "current"
 _OWNER = "owner"
 _JOB = "job"
 BUFFERS = "buffers"
-_POPULATE = 0x8000  # MAP_POPULATE, which Python 3.10 does not name
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -208,7 +207,7 @@ def _in_folder(name: Path, nbytes: int) -> int | None:
     """The descriptor of a new file there; None: there is no room for it."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # a page that is not there would be a SIGBUS later
+        _reserve(fd, nbytes)
         return fd
     except OSError as error:
         os.close(fd)
@@ -222,7 +221,7 @@ def _without_name(name: Path, nbytes: int, count: int) -> int:
     """The descriptor of a file of the kernel's own, which no folder's size limits; ``name`` becomes a link to it."""
     first = os.memfd_create(name.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(first, 0, nbytes)
+        _reserve(first, nbytes)
         os.fchmod(first, 0o400)
         fcntl.fcntl(first, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         fd = os.open(f"/proc/self/fd/{first}", os.O_RDWR | os.O_CLOEXEC)  # the first is never leased
@@ -239,7 +238,20 @@ def _without_name(name: Path, nbytes: int, count: int) -> int:
     return fd
 
 
-def mapped(fd: int, nbytes: int, *, writable: bool = True) -> memoryview:
-    """The memory of a buffer, whose pages are there: to be filled, or to be read."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection))
+def _reserve(fd: int, nbytes: int) -> None:
+    os.posix_fallocate(fd, 0, nbytes)  # a page that is not there would be a SIGBUS later
+    FileMap(fd, nbytes, shared=True).make_huge()  # readers map a version for every read: small pages cost a copy's time
+
+
+def map_buffer(fd: int, nbytes: int) -> memoryview:
+    """The memory of a buffer, to be filled."""
+    return memoryview(FileMap(fd, nbytes, shared=True))
+
+
+def map_version(path: Path, nbytes: int) -> memoryview:
+    """A version's file; changes are this process's own. Raises `FileNotFoundError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return memoryview(FileMap(fd, nbytes, shared=False))
+    finally:
+        os.close(fd)
