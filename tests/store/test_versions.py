@@ -65,7 +65,7 @@ def only(tensors: dict[str, torch.Tensor]) -> float:
 
 def every_second(job: Job, device: str, overlap: bool) -> list[tuple[int, int, float]]:
     optimizer, step = counting(Every(2), overlap=overlap)
-    assert optimizer.summary().endswith("; 2 snapshot buffers for readers take 62.5 KiB on the servers' machine")
+    assert optimizer.summary().endswith("; 2 snapshot buffers for readers take 62.5 KiB on the machine of server 0")
     seen = []
     with reading(job, device) as reader:
         for number in range(1, 8):

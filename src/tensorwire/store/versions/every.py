@@ -66,4 +66,4 @@ class PublishSpec(msgspec.Struct, frozen=True):
     def describe(self, plan: StorePlan) -> str:
         """One line for people: what the versions of a plan take."""
         nbytes = self.buffers * sum(tensor.nbytes for tensor in plan.tensors)
-        return f"{self.buffers} snapshot buffers for readers take {size_text(nbytes)} on the servers' machine"
+        return f"{self.buffers} snapshot buffers for readers take {size_text(nbytes)} on the machine of server 0"

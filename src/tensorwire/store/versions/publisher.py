@@ -27,6 +27,7 @@ from tensorwire.store.versions.buffers import Buffers, BufferState
 from tensorwire.store.versions.cuts import Cut, CutReport, granted, held, report_bytes
 from tensorwire.store.versions.handover import Announcement, Giver, announce
 from tensorwire.store.versions.listing import Listing, VersionState, topic
+from tensorwire.store.versions.parts import buffer_name
 from tensorwire.store.versions.readers import Readers
 from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
@@ -78,7 +79,7 @@ class Publisher:
         self._thread.start()
 
     def _open(self, name: str) -> None:
-        """Gives every shard memory for its reports."""
+        """Gives every shard memory for its reports, and those on other machines that of the buffers."""
         for shard, buckets in enumerate(self._plan.buckets):
             server = member_name("server", self._plan.server_of(shard))
             channel = self._member.channel(server)
@@ -89,6 +90,9 @@ class Publisher:
             self._consumers.append(Consumer(Word(region, 0, channel), slots=[memory]))
             self._reports.append(CutReport(memory, len(buckets)))
             show(self._member, f"{name}/report {shard}", server, region)
+            if not channel.device.capabilities.maps:
+                for number, buffer in enumerate(self._readers.buffers(channel.device)):
+                    show(self._member, buffer_name(name, number, shard), server, buffer)
 
     def _run(self, name: str) -> None:
         try:

@@ -79,7 +79,7 @@ class Readers:
     def __init__(self, member: Member, store: str, buffers: list[memoryview], silent: float) -> None:
         self._member, self._store, self._memory, self._silent = member, store, buffers, silent
         self._boards = _on_all(member.devices.values(), WORD * (1 + len(buffers)))
-        self._buffers: dict[str, list[Region]] = {}  # by device, once a reader has come
+        self._buffers: dict[str, list[Region]] = {}  # by device, once somebody needs them
         self._readers: dict[str, _Reader] = {}  # by name
         self._lock = threading.Lock()
         member.client.on_told(topic(store, "hello"), self._come)
@@ -99,11 +99,16 @@ class Readers:
                 self._readers[reader] = _Reader(lease, state)
             if device is None or lease is None:
                 return
-            if device.name not in self._buffers:
-                self._buffers[device.name] = [device.register(each) for each in self._memory]
-            buffers = [each.remote("read").pack() for each in self._buffers[device.name]]
+            buffers = [each.remote("read").pack() for each in self.buffers(device)]
             opened = Opened(self._boards[device.name].remote("read").pack(), buffers, lease.remote("write").pack())
             self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
+
+    def buffers(self, device: Device) -> list[Region]:
+        """The snapshot buffers, for peers over a network."""
+        with self._lock:
+            if device.name not in self._buffers:
+                self._buffers[device.name] = [device.register(each) for each in self._memory]
+            return self._buffers[device.name]
 
     def _note(self, reader: str, report: bytes) -> None:
         """What a reader runs now."""

@@ -7,32 +7,28 @@ copies it first. So a cut costs one copy, and nothing is copied without one.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from tensorwire._native import copy_is_large, gather
 from tensorwire.control import Member
-from tensorwire.control.locality import why_not_shm
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer
-from tensorwire.errors import JobEnded, PeerLost, RegionClosed, Unsupported, WaitTimeout
+from tensorwire.errors import JobEnded, PeerLost, RegionClosed, WaitTimeout
 from tensorwire.observe import counters, failpoints
 from tensorwire.store.endpoints import find
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.versions.cuts import Cut, CutReport, report_bytes, unpack_cut
-from tensorwire.store.versions.handover import PUBLISHER, ask, find_announcement
-from tensorwire.store.versions.version_files import map_buffer
+from tensorwire.store.versions.handover import PUBLISHER
+from tensorwire.store.versions.parts import Rooms, find_parts
 from tensorwire.store.versions.version_layout import VersionLayout
 
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
-_Pieces = list[list[npt.NDArray[np.uint8]]]  # by bucket
 
 
 class ShardMemory(NamedTuple):
@@ -71,7 +67,7 @@ class Snapshots:
         moments: None where all workers have their rounds together.
 
     Raises:
-        Unsupported: The store's servers are not all on one machine.
+        OutOfMemory: The versions are on another machine, and a copy of the shard does not fit here.
     """
 
     def __init__(
@@ -88,31 +84,19 @@ class Snapshots:
         self._member, self._cuts, self._moments = member, cuts, moments
         self._shard, self._rounds, self._large = shard, memory.buffers, copy_is_large(memory.nbytes)
         self._buckets = len(plan.buckets[shard])
-        self._sources: list[_Pieces] = []
-        self._targets: list[_Pieces] = []
-        self._map(name, plan, memory, count)
+        layout = VersionLayout(plan, by_bucket=moments is not None)
+        places = [layout.places(bucket) for bucket in plan.buckets[shard]]
+        self._sources: list[Rooms] = [
+            [[np.frombuffer(memory.parameters, np.uint8, p.nbytes, start + p.shard) for p in b] for b in places]
+            for start in range(0, memory.buffers * memory.nbytes or 1, memory.nbytes or 1)
+        ]
+        self._parts = find_parts(member, name, shard, places, (layout.nbytes, memory.nbytes), count)
         self._open_report(name)
         self._completed, self._taken, self._closed = 0, 0, False
         self._filling: _Filling | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"{name} snapshots {shard}", daemon=True)
         self._thread.start()
-
-    def _map(self, name: str, plan: StorePlan, memory: ShardMemory, count: int) -> None:
-        """Where each piece comes from and goes to."""
-        found = find_announcement(self._member, name)
-        if why := why_not_shm(found.where, self._member.where):
-            raise Unsupported(f"publish= needs all servers of a job on one machine: {why}")
-        layout = VersionLayout(plan, by_bucket=self._moments is not None)
-        places = [layout.places(bucket) for bucket in plan.buckets[self._shard]]
-        for start in range(0, memory.buffers * memory.nbytes or 1, memory.nbytes or 1):
-            self._sources.append(
-                [[np.frombuffer(memory.parameters, np.uint8, p.nbytes, start + p.shard) for p in b] for b in places]
-            )
-        for fd in ask(found.socket, count):
-            file = map_buffer(fd, layout.nbytes)
-            os.close(fd)
-            self._targets.append([[np.frombuffer(file, np.uint8, p.nbytes, p.file) for p in b] for b in places])
 
     def _open_report(self, name: str) -> None:
         channel = self._member.channel(PUBLISHER)
@@ -138,8 +122,9 @@ class Snapshots:
 
     def before_round(self, round: int) -> None:
         """Worker 0 has begun the common round ``round``: a cut that it made before is there, or one that is of this."""
-        if self._cuts.ready(self._taken + 1) and self._next().round < round:
-            self._take()
+        counter = self._taken + 1
+        if self._cuts.ready(counter) and (cut := self._cut(counter, 0.0)).round < round:
+            self._take(cut)
 
     def before_write(self, bucket: int, round: int = 0) -> None:
         """A bucket is about to change where round ``round`` has its place. The caller keeps others from it."""
@@ -150,10 +135,11 @@ class Snapshots:
     # ---- a cut
 
     def _run(self) -> None:
+        counter = 1
         while True:
             try:
-                self._cuts.receive(self._taken + 1, _PATIENCE)
-                self._fill_next()
+                self._fill(self._cut(counter, _PATIENCE))
+                counter += 1
             except WaitTimeout:
                 if self._member.client.ended.is_set():
                     return
@@ -163,40 +149,43 @@ class Snapshots:
                 self._member.fail(f"stopped: cannot make a version: {type(error).__name__}: {error}")
                 return
 
-    def _fill_next(self) -> None:
-        cut = self._next()
+    def _cut(self, counter: int, timeout: float) -> Cut:
+        """It stays there until this shard has reported of it."""
+        block = self._cuts.receive(counter, timeout)
+        assert block is not None
+        return unpack_cut(block)
+
+    def _fill(self, cut: Cut) -> None:
         with self._changed:
             if self._moments is None:
                 self._changed.wait_for(lambda: self._closed or self._completed >= cut.round)
             if self._closed:
                 raise RegionClosed("the store has ended")
-        filling = self._take()
+        self._take(cut)
+        filling = self._filling
+        assert filling is not None
         for bucket in range(self._buckets):
-            if filling is not None:
-                self._copy_once(filling, bucket)
+            self._copy_once(filling, bucket)
+        self._parts.arrived()
+        self._filling = None
+        if failpoints.listener is not None:
+            failpoints.reach("primary", self._shard, cut.counter, "filled")
+        self._reports.slot(cut.counter)
+        self._reports.send(cut.counter)
 
-    def _next(self) -> Cut:
-        block = self._cuts.receive(self._taken + 1, 0.0)
-        assert block is not None
-        return unpack_cut(block)
-
-    def _take(self) -> _Filling | None:
+    def _take(self, cut: Cut) -> None:
         """From now on the state is kept as it is, bucket by bucket, until it has been copied."""
         with contextlib.nullcontext() if self._moments is None else self._moments.at_rest(), self._changed:
-            if not self._cuts.ready(self._taken + 1):
-                return self._filling  # another thread has taken it
-            cut = self._next()
+            if self._taken >= cut.counter:
+                return  # another thread has taken it
             self._taken = cut.counter
             self._report.begin(cut)
             if self._moments is not None:
                 self._report.updates[:] = [self._moments.updates(bucket) for bucket in range(self._buckets)]
-            self._filling = filling = _Filling(cut, self._buckets)
-        if not self._buckets:
-            self._end(filling)
-        return filling
+            self._filling = _Filling(cut, self._buckets)
 
     def _copy_once(self, filling: _Filling, bucket: int) -> None:
-        """Returns when the bucket is in the file."""
+        """Returns when the bucket has been copied."""
         with self._changed:
             self._changed.wait_for(lambda: bucket not in filling.under_way)
             if bucket not in filling.to_do:
@@ -207,27 +196,16 @@ class Snapshots:
         with self._changed:
             filling.under_way.discard(bucket)
             self._changed.notify_all()
-            last = not filling.to_do and not filling.under_way
-        if last:
-            self._end(filling)
 
     def _copy(self, cut: Cut, bucket: int) -> None:
         checksum = xxhash.xxh3_64()
         sources = self._sources[cut.round % self._rounds][bucket]
-        for source, target in zip(sources, self._targets[cut.buffer][bucket], strict=True):
+        for source, target in zip(sources, self._parts.room(cut.buffer, bucket), strict=True):
             gather(target, source, self._large)
             checksum.update(target.data)
             counters.add(copies=1, copied_bytes=source.nbytes)
         self._report.checksums[bucket] = checksum.intdigest()
-
-    def _end(self, filling: _Filling) -> None:
-        """All of it has been copied."""
-        self._filling = None
-        cut = filling.cut
-        if failpoints.listener is not None:
-            failpoints.reach("primary", self._shard, cut.counter, "filled")
-        self._reports.slot(cut.counter)
-        self._reports.send(cut.counter)
+        self._parts.filled(cut.buffer, bucket)
 
     def close(self) -> None:
         """The store has ended: no cut follows. Call it when its memory is closed, which ends the thread's wait."""
@@ -237,4 +215,5 @@ class Snapshots:
         self._thread.join()
         if self._staging is not None:
             self._staging.close()
+        self._parts.close()
         unmap(self._channel, self._theirs)
