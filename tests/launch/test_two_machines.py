@@ -18,7 +18,7 @@ TRAIN = """
     torch.set_num_threads(1)
     torch.manual_seed(job.rank)
     net = torch.nn.Linear(300, 50)
-    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=0.01)
+    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=0.01, publish=True)
     for step in range(5):
         optimizer.zero_grad()
         net(torch.randn(4, 300)).square().mean().backward()
@@ -26,6 +26,13 @@ TRAIN = """
     for i in range(2):
         print(f"worker {job.rank} reaches server {i} by {job._worker.member.channel(f'server {i}').device.name}")
     print("sum", sum(p.detach().double().sum().item() for p in net.parameters()))
+    optimizer.publish()
+    with tw.store.connect(job._worker.member.client.address) as reader:
+        copy = torch.nn.Linear(300, 50)
+        version = reader.load_into(copy, 2)
+        same = all(torch.equal(mine, theirs) for mine, theirs in zip(net.parameters(), copy.parameters()))
+        print(f"worker {job.rank} reads version {version.counter} by {reader.route}: {same}")
+        job.barrier()
 """
 
 
@@ -66,6 +73,8 @@ def test_training_on_two_machines(machines: Machines) -> None:
     for node, result in enumerate(results):
         assert f"worker {node} reaches server {node} by shm" in result.out
         assert f"worker {node} reaches server {1 - node} by tcp" in result.out
+    assert "worker 0 reads version 2 by shm: True" in results[0].out
+    assert "worker 1 reads version 2 by tcp: True" in results[1].out
     sums = {line for r in results for line in r.out.splitlines() if line.startswith("sum")}
     assert len(sums) == 1
     machines.sandbox.nothing_left()

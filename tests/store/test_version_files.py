@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tensorwire._native import FileMap
 from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError
 from tensorwire.store.sharding import ParameterSpec, make_plan
 from tensorwire.store.versions import version_files as files
@@ -204,6 +205,40 @@ def test_changes_of_state_that_there_are_not() -> None:
 
 
 # ---- files
+
+
+def test_a_private_map_keeps_its_changes_and_lives_as_long_as_its_views() -> None:
+    nbytes = (4 << 20) + 100
+    fd = os.memfd_create("file")
+    os.posix_fallocate(fd, 0, nbytes)
+    shared = memoryview(FileMap(fd, nbytes, shared=True))
+    private = memoryview(FileMap(fd, nbytes, shared=False))
+    os.close(fd)
+    want = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    shared[:] = want.tobytes()
+    assert np.array_equal(np.frombuffer(private, np.uint8), want)
+    private[5] = want[5] ^ 1
+    assert shared[5] == want[5]
+    shared[6] ^= 1
+    assert private[6] == want[6], "its page is its own now"
+
+
+def test_huge_pages_have_the_bytes_that_small_ones_had() -> None:
+    nbytes = (6 << 20) + 100
+    fd = os.memfd_create("file")
+    os.posix_fallocate(fd, 0, nbytes)
+    made = FileMap(fd, nbytes, shared=True)
+    want = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    memoryview(made)[:] = want.tobytes()
+    huge = made.make_huge()
+    assert np.array_equal(np.frombuffer(made, np.uint8), want)
+    if huge:
+        memoryview(made)[::4096].tobytes()
+        mapped = [line for line in Path("/proc/self/smaps").read_text().splitlines() if "ShmemPmdMapped" in line]
+        assert any(int(line.split()[1]) >= 6 << 10 for line in mapped)
+    os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        FileMap(fd, nbytes, shared=False)
 
 
 @pytest.fixture

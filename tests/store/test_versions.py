@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -83,6 +84,40 @@ def every_second(job: Job, device: str, overlap: bool) -> list[tuple[int, int, f
 def test_a_version_is_the_state_after_its_step(device: str, overlap: bool) -> None:
     (seen, _) = run_job(every_second, device, overlap, servers=2).ok()
     assert seen == [(c, c, 2.0 * (c - 1)) for c in (1, 2, 2, 3, 3, 4, 4)]
+
+
+def second_apart() -> None:
+    """The second server takes itself for one on another machine than the first."""
+    from tensorwire.store.versions import parts
+
+    if os.environ["TENSORWIRE_INDEX"] == "1":
+        parts.why_not_shm = lambda *_: "another machine"
+
+
+def from_apart(job: Job, mode: Mode) -> list[float]:
+    """Each push adds 1 to every element; worker 0 checks all bytes of each version."""
+    optimizer, step = counting(Every(1, when_held="wait"), mode)
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(value) for name, value in parameters()})
+    seen = []
+    with reading(job) as reader:
+        for _ in range(5):
+            step()
+            if job.rank == 0:
+                with contextlib.closing(reader.stage(module=net)) as staged:
+                    seen.append(only(staged.tensors) if isinstance(mode, Sync) else 0.0)
+                    staged.commit(net)
+            job.barrier()
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()], ids=repr)
+def test_servers_on_other_machines_send_their_parts(mode: Mode) -> None:
+    seen, _ = run_job(from_apart, mode, servers=2, device="tcp", prepare=second_apart).ok()
+    assert len(seen) == 5
+    if isinstance(mode, Sync):
+        assert seen == sorted(seen)
+        assert seen[0] < seen[-1]
 
 
 def overlapped(job: Job) -> list[bool]:

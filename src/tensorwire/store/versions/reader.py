@@ -80,7 +80,7 @@ class Reader:
             ArgumentError: There is no version yet, or the files are on another machine.
         """
         if not isinstance(self._source, Files):
-            raise ArgumentError("the files of this job are on another machine: pull() reads them")
+            raise ArgumentError(f"this reader reads over {self.route} and has no files: pull() reads tensors")
         counter = self.newest()
         if not counter:
             raise ArgumentError("there is no version yet: wait() for one")
