@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,38 @@ def stock(job: Job) -> list[bool]:
 
 def test_stock_libraries_load_a_live_version() -> None:
     assert run_job(stock, servers=2).ok() == [[True] * 3] * 2
+
+
+def sharded(job: Job, meeting: str) -> list[bool]:
+    """Two processes with other parts of the tensors than the servers have, by rows and by columns."""
+    from torch import distributed
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(30, 40)
+    optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=0.1, publish=True, bucket_bytes=4096)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=job.rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    want, found = {name: value.clone() for name, value in net.state_dict().items()}, []
+    with reading(job) as reader:
+        reader.wait()
+        for columns in (False, True):
+            cut = {name: value.dim() - 1 if columns else 0 for name, value in want.items()}
+            state = {n: distribute_tensor(torch.zeros_like(v), mesh, [Shard(cut[n])]) for n, v in want.items()}
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(reader.path.parent)))
+            for name, value in want.items():
+                part = value.chunk(2, dim=cut[name])[job.rank]
+                found.append(torch.equal(state[name].to_local(), part))
+    distributed.destroy_process_group()
+    job.barrier()
+    optimizer.close()
+    return found
+
+
+def test_distributed_checkpoints_load_a_live_version_into_other_shards(tmp_path: Path) -> None:
+    assert run_job(sharded, str(tmp_path / "meeting"), servers=3).ok() == [[True] * 4] * 2
 
 
 # ---- who finds a job
