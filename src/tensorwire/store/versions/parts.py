@@ -32,7 +32,7 @@ class Parts(Protocol):
         """Where the pieces of a bucket are to be copied."""
 
     def filled(self, buffer: int, bucket: int) -> None:
-        """They have been. It waits for nothing."""
+        """They have been. It does not wait until they have arrived."""
 
     def arrived(self) -> None:
         """Returns when all that was filled is in the publisher's memory. Raises `PeerLost`, or why the job ended."""
