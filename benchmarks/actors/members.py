@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import LEAVE, Lines, Run
-from tensorwire.bench.actors.store_job import join_as_server
+from tensorwire.bench.actors.store_job import join as join
 from tensorwire.bench.actors.transfer import counts, since
-from tensorwire.launch.server_process import serve as serve_stores
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 
 
 def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
     """A server's rounds, which it serves by itself; it tells what it counted in them."""
-    member = join_as_server(lines, index, device, workers, servers, interface)
-    thread = threading.Thread(target=serve_stores, args=(member,), daemon=True)
-    thread.start()
+    thread = store_job.serve(lines, index, device, workers, servers, interface)
     before = counts()
     for run in lines.runs():
         if run.word == LEAVE:
@@ -27,17 +23,6 @@ def serve(lines: Lines, index: int, device: str, workers: int, servers: int, int
             spans.write(f"server-{index}")
         lines.answer(**since(before))
         before = counts()
-
-
-def join(lines: Lines, index: int, device: str, workers: int, servers: int, line: str = "-") -> None:
-    """What ``tensorwire.init()`` of a worker needs is in its environment. ``line``: what it tells the others."""
-    os.environ.update(
-        TENSORWIRE_COORDINATOR=lines.hello(line).split()[0],
-        TENSORWIRE_RANK=str(index),
-        TENSORWIRE_WORKERS=str(workers),
-        TENSORWIRE_SERVERS=str(servers),
-        TENSORWIRE_DEVICE=device,
-    )
 
 
 def steps(run: Run, step: Callable[[], Any]) -> tuple[float, float, float]:

@@ -15,7 +15,16 @@ from tensorwire.sizes import size_text
 
 Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
-_DELAYS = ("median", "p99_over_median", "slowest_key_over_median")  # of the worst worker
+# What else is told of an operation, of the worst program.
+_TOLD = (
+    "median",
+    "p99_over_median",
+    "slowest_key_over_median",
+    "pause",
+    "copy",
+    "steps_per_second",
+    "versions_per_second",
+)
 _MOST_OPERATIONS = 20_000
 
 
@@ -77,9 +86,9 @@ class Samples:
         for name in _COUNTS:
             if name in answers[-1]:
                 self.counts[name] = sum(a.get(name, 0) for a in answers) / (warm + count)
-        for name in _DELAYS:
-            if name in answers[-1]:
-                self.parts.setdefault(name, []).append(max(a[name] for a in answers if name in a))
+        for name in _TOLD:
+            if told := [a[name] for a in answers if name in a]:
+                self.parts.setdefault(name, []).append(max(told))
 
     @property
     def details(self) -> dict[str, float] | None:

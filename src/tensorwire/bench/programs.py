@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tensorwire.bench.actors.lines import STOP
 from tensorwire.control.names import describe_exit
 from tensorwire.errors import TensorwireError
 from tensorwire.launch import start
@@ -46,6 +47,7 @@ class Contender:
     ``word``: what the programs are to do instead of their own work. Contenders with the same commands share one set of
     processes, and so the same memory. ``servers``: the first so many programs serve the others, which run together;
     all share the cores, and each is told the lines of all. Servers begin by themselves, and are asked afterwards.
+    ``meanwhile``: so many after them are told the round, work until all others have answered, and answer then.
     ``memory``: bytes that its programs may take; 0: little. ``how``: for people, how it is run. ``together``: its
     programs share the cores, because they have several threads that need them at a time.
     """
@@ -57,6 +59,7 @@ class Contender:
     stopped: bool = False
     word: str = ""
     servers: int = 0
+    meanwhile: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
     how: str = ""
@@ -275,9 +278,12 @@ class Stage:
     def _ask(self, line: str) -> list[Answer]:
         if self.contender.asleep:
             return [ask([program], line)[0] for program in reversed(self.programs)][::-1]
-        count = self.contender.servers
-        servers, others = self.programs[:count], self.programs[count:]
-        answers = ask(others, line, silent=servers)
+        count, busy = self.contender.servers, self.contender.servers + self.contender.meanwhile
+        servers, meanwhile, others = self.programs[:count], self.programs[count:busy], self.programs[busy:]
+        for program in meanwhile:
+            program.send(line)
+        answers = ask(others, line, silent=[*servers, *meanwhile])
+        answers = ask(meanwhile, STOP, silent=servers) + answers
         return ask(servers, line) + answers
 
     def close(self) -> None:

@@ -47,6 +47,14 @@ MODES = {
     "paced-step": "training at a stated pace; time per step of the slowest worker",
     "training-step": "forward, backward and update; the slowest worker",
     "convergence": "a whole training; its seconds, and in `details` the accuracy that it reached",
+    "read-training": "a version read into the reader's own tensors, while worker 0 trains and publishes every step",
+    "read-idle": "the same while nobody trains",
+    "file-mapped": "a version's file opened by safetensors, and a tensor made of each of its; no byte is touched",
+    "file-loaded": "the same with each tensor copied into the reader's own",
+    "step-published": "a step of training, with its share of a version",
+    "commit": "a version that is staged, copied into a reader's module: the reader's pause",
+    "at-once-mapped": "`file-mapped` by several readers at once; the slowest",
+    "at-once-read": "`read-idle` by several readers at once; the slowest",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
@@ -56,21 +64,28 @@ MODES = {
 class Target:
     """What a figure should reach: at most ``seconds``, and at least a share of the speed of peers in the same run.
 
-    What was not measured is left out. ``worst``: by the slowest round.
+    What was not measured is left out. ``worst``: by the slowest round. ``sums``: so many times the seconds of peers,
+    which are added to ``seconds``.
     """
 
     seconds: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
     worst: bool = False
+    sums: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [] if self.seconds is None else [f"<= {time_text(self.seconds)}"]
+        most = [name if times == 1 else f"{times:g} x {name}" for name, times in self.sums.items()]
+        most += [] if self.seconds is None else [time_text(self.seconds)]
+        parts = [f"<= {' + '.join(most)}"] if most else []
         parts += [f">= {share:.2f} of {name}" for name, share in self.shares.items()]
         return " and ".join(parts)
 
     def met(self, seconds: float, others: Mapping[str, float]) -> bool | None:
         """Whether it was reached; ``others``: seconds of each group in this run. None: nothing to compare with."""
-        results = [] if self.seconds is None else [seconds <= self.seconds]
+        results = []
+        if (self.seconds is not None or self.sums) and all(name in others for name in self.sums):
+            sums = sum(times * others[name] for name, times in self.sums.items())
+            results.append(seconds <= sums + (self.seconds or 0.0))
         results += [others[name] / seconds >= share for name, share in self.shares.items() if name in others]
         return all(results) if results else None
 

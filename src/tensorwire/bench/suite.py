@@ -1,4 +1,4 @@
-"""One call of a benchmark, from its options to the table; and the four of ``tensorwire bench``."""
+"""One call of a benchmark, from its options to the table; and the five of ``tensorwire bench``."""
 
 from __future__ import annotations
 
@@ -140,3 +140,21 @@ def update(
 
     made = [StoreJob(find(name), options.workers, options.servers) for name in options.workloads]
     return [record for job in made for record in compare_all(workloads(job, options.devices), settings, notes)]
+
+
+def versions(options: Options) -> None:
+    """``tensorwire bench versions``."""
+    from tensorwire.bench.versions import workloads  # it imports torch
+
+    def measure(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+        made = workloads(options.devices, Limits(notes), notes, quick=options.quick)
+        return [with_pause(record) for record in compare_all(made, settings, notes)]
+
+    report_on(options, measure, rounds=(5, 2), seconds=(0.5, 0.02), shared=True)
+
+
+def with_pause(record: Record) -> Record:
+    """``record``; where it is a reader's pause, with that and its own copy in the details."""
+    if record.mode != "commit" or record.limit_value is None:
+        return record
+    return replace(record, details={"pause": record.seconds, "copy": record.limit_value})

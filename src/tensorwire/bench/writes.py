@@ -22,7 +22,7 @@ SIZES = {
     "verbs": (64, MIB, 8 * MIB, 64 * MIB),
 }
 QUICK_SIZES = (64, MIB)
-_BUFFERS = (0, 256 * KIB, MIB, 4 * MIB)
+BUFFER_SIZES = (0, 256 * KIB, MIB, 4 * MIB)  # of sockets
 
 
 def workloads(devices: Sequence[str], sizes: Sequence[int], limits: Limits, *, quick: bool) -> list[Workload]:
@@ -47,7 +47,7 @@ def shm(nbytes: int, limits: Limits) -> list[Workload]:
         contenders = (ours("shm", nbytes, "ping-pong"), *limits.copies(nbytes, "ping-pong", ("memcpy",), "C memcpy"))
         target = Target(0.5e-6) if nbytes <= 64 else None
         return [Workload("device", "shm", title, nbytes, "ping-pong", contenders, ("C memcpy",), target, per=2)]
-    kinds = ["memcpy", *(name for name, flag in _COPIES.items() if cpu_has(flag))]
+    kinds = copy_kinds()
     group = "best C copy"
     target = Target(shares={group: 0.90 if nbytes < MIB else 0.95})
     mode = "passive-target"
@@ -60,6 +60,11 @@ def shm(nbytes: int, limits: Limits) -> list[Workload]:
     return [Workload("device", "shm", title, nbytes, mode, (writer, *copies), (group,), target)]
 
 
+def copy_kinds() -> list[str]:
+    """The copies of ``c/memory.c`` that this processor has."""
+    return ["memcpy", *(name for name, flag in _COPIES.items() if cpu_has(flag))]
+
+
 _COPIES = {"rep-movsb": "erms", "nt-sse2": "sse2", "nt-avx2": "avx2", "nt-avx512": "avx512f"}
 
 
@@ -67,7 +72,7 @@ def tcp(nbytes: int, limits: Limits) -> list[Workload]:
     """Write and completion, against blocking sockets, which sleep."""
     title = f"tcp write + completion, {size_text(nbytes)}"
     small = nbytes <= SMALL
-    sockets = limits.sockets(nbytes, (0,) if small else _BUFFERS)
+    sockets = limits.sockets(nbytes, (0,) if small else BUFFER_SIZES)
     waiting = (ours("tcp", nbytes, "waiting-target"), *sockets)
     if not small:
         target = Target(shares={"C sockets": 1.0}) if nbytes >= LARGE else None

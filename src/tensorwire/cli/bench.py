@@ -20,6 +20,7 @@ def bench() -> None:
       tensorwire bench edge --sizes 64KiB,1MiB
       tensorwire bench store
       tensorwire bench faults
+      tensorwire bench versions
     """
 
 
@@ -57,6 +58,14 @@ def store(**options: Any) -> None:
 def faults(**options: Any) -> None:
     """From the death of a process to the PeerLost of one that waits for it; over shm and tcp."""
     _run("fault", **options)
+
+
+@bench.command()
+@plain
+@devices("How readers read.", "shm,tcp", "shm", "tcp")
+def versions(**options: Any) -> None:
+    """Weights for readers: reads, files, pauses and what training pays, beside copies in C and plain files."""
+    _run("versions", **options)
 
 
 def _run(name: str, **options: Any) -> None:

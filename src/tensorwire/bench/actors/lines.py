@@ -2,7 +2,8 @@
 
 It prints one line that its partner needs, reads the partner's, sets up, and prints ``ready``. Then, for each line
 ``run ROUND WARM COUNT [WORD]``, the partners do WARM operations that nobody times and COUNT that the initiator times,
-check what has arrived, and answer with one line of JSON. A program ends with its input. ``c/lines.h`` is the
+check what has arrived, and answer with one line of JSON. One that works meanwhile does so until it is told ``stop``,
+and answers then. A program ends with its input. ``c/lines.h`` is the
 same in C. Programs of other projects import this file alone, so it needs nothing but numpy.
 """
 
@@ -12,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -22,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 LEAVE = "leave"  # the word of a last round, in which programs leave their job, and write their traces
+STOP = "stop"  # the line that ends the round of a program that works meanwhile
 _BLOCK = 4096
 _PIECES = 16  # blocks that are compared at once
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +45,7 @@ class Lines:
 
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the benchmark may be killed while we wait
+        self._in = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - what is not read yet, ``select`` sees
         self._out: TextIO = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
@@ -57,6 +61,13 @@ class Lines:
             _, round, warm, count, *word = self._receive().split()
             yield Run(int(round), int(warm), int(count), *word)
 
+    def others_work(self, seconds: float = 0.0) -> bool:
+        """Whether this program is to go on, because the others have not answered yet; up to ``seconds`` later."""
+        if not select.select([self._in], [], [], seconds)[0]:
+            return True
+        self._receive()
+        return False
+
     def answer(self, seconds: float = 0.0, **counts: float) -> None:
         """The round's timed seconds, and what was counted meanwhile."""
         self._send(json.dumps({"seconds": seconds, **counts}))
@@ -66,7 +77,7 @@ class Lines:
         self._out.flush()
 
     def _receive(self) -> str:
-        line = sys.stdin.readline()
+        line = self._in.readline().decode()
         if not line:
             sys.stdout.flush()
             os._exit(0)  # some libraries crash while an interpreter ends; nothing is left that needs it
