@@ -29,7 +29,7 @@ _peer_python = click.option(
 _steps = click.option(
     "--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round."
 )
-_report = click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf).")
+_report = click.option("--report", default="", metavar="FILE", help="Draw the figures (.png, .svg, .pdf).")
 _link = named(
     "--link links",
     "",
@@ -224,6 +224,25 @@ def tensorflow(**options: Any) -> None:
       python -m benchmarks tensorflow --part strategies --workload fcn5 --steps 20
     """
     _run("tensorflow", **options)
+
+
+@group.command()
+@plain
+@devices("How our reader reads.", "shm", "shm", "tcp")
+@sizes
+@_link
+@_peers("rpc", "gloo", "grpc", "file", "flight")
+@_peer_python
+@_report
+def versions(**options: Any) -> None:
+    """Weights for a reader: a new version, and the one that is there, beside other libraries; --link beside iperf3.
+
+    \b
+    rpc is torch's, file a safetensors file in memory, and flight Arrow's (pip install pyarrow).
+      python -m benchmarks versions --report weights.svg
+      sudo python -m benchmarks versions --link 10gbit
+    """
+    _run("weights", **options)
 
 
 def _run(name: str, **options: Any) -> None:

@@ -18,6 +18,7 @@ from benchmarks import (
     tensorflow_strategies,
     tensorflow_training,
     training,
+    versions,
     writes,
 )
 from benchmarks import mxnet as mxnet_keys
@@ -114,6 +115,17 @@ def tensorflow(options: Options) -> None:
     records, described = report_on(options, measure, rounds=rounds, shared=True)
     if options.part == "networks":
         steps(options, tensorflow_training.TITLE, records, described)
+
+
+def weights(options: Options) -> None:
+    """``python -m benchmarks versions``."""
+    check_report(options)
+    records, described = report_on(options, versions.measure, rounds=(5, 1), seconds=(0.5, 0.02), shared=True)
+    if options.links:
+        return
+    report.table(versions.FIT_TITLE, versions.FIT_HEAD, versions.fits(records), markdown=options.markdown)
+    if options.report:
+        versions.chart(records, options.report, described)
 
 
 def check_report(options: Options) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.bench.versions import TENSORS
 from tensorwire.models import TINY
 from tests.bench.running import OURS, bench, costs, peers
 from tests.harness.sandbox import Program, Sandbox
@@ -74,6 +75,34 @@ def test_an_interrupt_leaves_nothing(sandbox: Sandbox, number: int, status: int)
     assert result.status == status
     assert "Traceback" not in result.err
     sandbox.nothing_left()
+
+
+def test_versions(sandbox: Sandbox) -> None:
+    result, records = bench(sandbox, *OURS, "versions", "--device", "shm")
+    modes = ["read-training", "read-idle", "commit", "step-published", "at-once-read"]
+    if "skipped: files" not in result.err:
+        modes += ["file-mapped", "file-loaded", "at-once-mapped"]
+        assert costs(records, peer="tensorwire", mode="file-loaded") == {(0, 0, 0)}
+        assert peers(records, mode="file-loaded") == ["tensorwire", "plain file"]
+    assert {r["mode"] for r in records} == set(modes)
+    (training,) = [r for r in records if (r["mode"], r["peer"]) == ("read-training", "tensorwire")]
+    assert training["details"]["steps_per_second"] >= training["details"]["versions_per_second"] > 0
+    assert costs(records, peer="tensorwire", mode="read-idle") == {(TENSORS + 1, 0, 0)}  # and the header
+    (pause,) = [r for r in records if (r["mode"], r["peer"]) == ("commit", "tensorwire")]
+    assert pause["details"] == {"pause": pause["seconds"], "copy": pause["limit_value"]}
+    assert pause["target"] == "<= own copy + 50 ms"
+
+
+@pytest.mark.slow
+def test_versions_over_tcp(sandbox: Sandbox) -> None:
+    _, records = bench(sandbox, *OURS, "versions", "--device", "tcp")
+    assert costs(records, peer="tensorwire", mode="read-training") == {(0, 0, 0)}
+    assert {r["mode"] for r in records if r["device"] == "tcp"} == {
+        "read-training",
+        "read-idle",
+        "commit",
+        "at-once-read",
+    }
 
 
 def test_verbs_needs_rdma_and_says_so(sandbox: Sandbox) -> None:

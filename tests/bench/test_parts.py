@@ -92,6 +92,10 @@ def test_targets() -> None:
         (Target(1.0, {"a": 0.5}), 0.9, True),
         (Target(1.0, {"b": 1.0}), 0.9, False),
         (Target(shares={"absent": 1.0}), 0.1, None),
+        (Target(0.1, sums={"a": 1.5, "b": 0.5}), 1.1, True),
+        (Target(0.1, sums={"a": 1.5, "b": 0.5}), 1.11, False),
+        (Target(sums={"a": 1.0}), 0.6, False),
+        (Target(0.1, sums={"a": 1.0, "absent": 1.0}), 0.1, None),
     ):
         assert target.met(seconds, {"a": 0.5, "b": 0.5}) is met, (target, seconds)
 
@@ -109,6 +113,7 @@ def test_figures_for_people() -> None:
         "120 s",
     ]
     assert str(Target(13e-6, {"libfabric": 1 / 1.3})) == "<= 13 us and >= 0.77 of libfabric"
+    assert str(Target(0.05, sums={"a": 1.02, "own copy": 1.0})) == "<= 1.02 x a + own copy + 50 ms"
 
 
 def test_a_ring_of_programs() -> None:

@@ -68,6 +68,27 @@ def test_servers_are_told_of_all_and_asked_last() -> None:
         assert [a["seconds"] for a in stage.run(1, 1)] == [len("a bc def")] * 3
 
 
+def test_some_work_until_the_others_have_answered() -> None:
+    busy = "\n".join(
+        [
+            "from tensorwire.bench.actors.lines import Lines",
+            "lines = Lines()",
+            "lines.hello()",
+            "for run in lines.runs():",
+            "    turns = 0",
+            "    while lines.others_work(0.01):",
+            "        turns += 1",
+            "    lines.answer(turns)",
+        ]
+    )
+    commands = ((sys.executable, "-c", busy), talking("a", "pass"), talking("b", "pass"))
+    with nothing_kept(), Stage(Contender("x", commands, meanwhile=1), CORES) as stage:
+        for _ in range(20):  # told to stop before it has read that it is to begin, too
+            turns, *others = stage.run(1, 1)
+            assert turns["seconds"] >= 0
+            assert [a["seconds"] for a in others] == [1, 1]
+
+
 def test_a_server_that_fails_is_heard_while_others_work() -> None:
     commands = (talking("a", "raise SystemExit('no more memory')"), talking("b", "import time; time.sleep(600)"))
     contender = Contender("x", commands, servers=1)

@@ -55,6 +55,7 @@ MODES = {
     "commit": "a version that is staged, copied into a reader's module: the reader's pause",
     "at-once-mapped": "`file-mapped` by several readers at once; the slowest",
     "at-once-read": "`read-idle` by several readers at once; the slowest",
+    "weights": "from a reader's request until its own tensors hold the weights of the worker that trains",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
