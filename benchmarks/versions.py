@@ -20,8 +20,8 @@ from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import HERE, OURS, Contender, actor, pair
 from tensorwire.bench.records import Record, Target, time_text
 from tensorwire.bench.show import Notes
-from tensorwire.bench.versions import SIZES as MACHINE_SIZES
-from tensorwire.bench.versions import TENSORS, Weights
+from tensorwire.bench.weights import SIZES as MACHINE_SIZES
+from tensorwire.bench.weights import TENSORS, Weights
 from tensorwire.charts.figure import save_picture
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""Versions for readers that ask for them, and beside iperf3: arguments are those of ``bench.actors.versions``.
+"""Versions for readers that ask for them, and beside iperf3: arguments are those of ``bench.actors.version``.
 
 More states of the worker: ``asked`` makes a version whenever the reader asks. More of what readers do: ``new`` asks for
 a version and reads it; ``new-module`` asks for one, and stages and commits it; ``iperf`` has iperf3 send as many bytes.
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import tensorwire as tw
-from tensorwire.bench.actors import store_job, versions
+from tensorwire.bench.actors import store_job, version
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.actors.versions import Trainer, VersionReader, clocked
+from tensorwire.bench.actors.version import Trainer, VersionReader, clocked
 
 _LOCAL = "127.0.0.1"
 _WORD = 8  # bytes of a version's counter
@@ -86,7 +86,7 @@ class AskingReader(VersionReader):
 def main(role: str, index: str, device: str, nbytes: str, tensors: str, readers: str, host: str) -> None:
     """Runs until its input ends."""
     if role == "server":
-        versions.main(role, index, device, nbytes, tensors, readers, host)
+        version.main(role, index, device, nbytes, tensors, readers, host)
     torch.set_num_threads(1)
     lines = Lines()
     if role == "worker":

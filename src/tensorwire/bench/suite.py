@@ -144,7 +144,7 @@ def update(
 
 def versions(options: Options) -> None:
     """``tensorwire bench versions``."""
-    from tensorwire.bench.versions import workloads  # it imports torch
+    from tensorwire.bench.weights import workloads  # it imports torch
 
     def measure(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
         made = workloads(options.devices, Limits(notes), notes, quick=options.quick)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from tensorwire.bench.actors.versions import BUFFERS
+from tensorwire.bench.actors.version import BUFFERS
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import HERE, OURS, Contender, Place, actor
@@ -33,7 +33,7 @@ class Weights:
     readers: int = 1
     tensors: int = TENSORS
 
-    def contender(self, places: Sequence[Place] = HERE, program: tuple[str, ...] = actor("versions")) -> Contender:
+    def contender(self, places: Sequence[Place] = HERE, program: tuple[str, ...] = actor("version")) -> Contender:
         """The server, the worker that trains, and the readers, which are at the last of ``places``."""
         roles = [("server", 0), ("worker", 0), *(("reader", i) for i in reversed(range(self.readers)))]
         host, words = places[0][1], (self.device, self.nbytes, self.tensors, self.readers)
