@@ -88,10 +88,10 @@ def test_a_version_is_the_state_after_its_step(device: str, overlap: bool) -> No
 
 def second_apart() -> None:
     """The second server takes itself for one on another machine than the first."""
-    from tensorwire.store.versions import parts
+    from tensorwire.store.versions import shard_parts
 
     if os.environ["TENSORWIRE_INDEX"] == "1":
-        parts.why_not_shm = lambda *_: "another machine"
+        shard_parts.why_not_shm = lambda *_: "another machine"
 
 
 def from_apart(job: Job, mode: Mode) -> list[float]:

@@ -27,8 +27,8 @@ from tensorwire.store.versions.buffers import Buffers, BufferState
 from tensorwire.store.versions.cuts import Cut, CutReport, granted, held, report_bytes
 from tensorwire.store.versions.handover import Announcement, Giver, announce
 from tensorwire.store.versions.listing import Listing, VersionState, topic
-from tensorwire.store.versions.parts import buffer_name
 from tensorwire.store.versions.readers import Readers
+from tensorwire.store.versions.shard_parts import buffer_name
 from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 

@@ -25,7 +25,7 @@ from tensorwire.store.endpoints import find
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.versions.cuts import Cut, CutReport, report_bytes, unpack_cut
 from tensorwire.store.versions.handover import PUBLISHER
-from tensorwire.store.versions.parts import Rooms, find_parts
+from tensorwire.store.versions.shard_parts import Rooms, find_parts
 from tensorwire.store.versions.version_layout import VersionLayout
 
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut

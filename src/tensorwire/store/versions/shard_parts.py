@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from tensorwire.control import Member
 from tensorwire.control.locality import why_not_shm
-from tensorwire.device import Completion
+from tensorwire.edge.unannounced import Writes
 from tensorwire.errors import WaitTimeout
 from tensorwire.store.admission import check_memory
 from tensorwire.store.endpoints import find
@@ -25,7 +24,7 @@ _PATIENCE = 60.0  # between looks at the job while a network takes its time
 Rooms = list[list[npt.NDArray[np.uint8]]]  # by bucket, for its pieces
 
 
-class Parts(Protocol):
+class ShardParts(Protocol):
     """A shard's part of each snapshot buffer."""
 
     def room(self, buffer: int, bucket: int) -> list[npt.NDArray[np.uint8]]:
@@ -43,7 +42,7 @@ class Parts(Protocol):
 
 def find_parts(
     member: Member, store: str, shard: int, places: Sequence[Sequence[FilePlace]], sizes: tuple[int, int], count: int
-) -> Parts:
+) -> ShardParts:
     """Those of ``shard``, in ``count`` snapshot buffers; ``sizes``: of the file, and of the shard, in bytes."""
     found = find_announcement(member, store)
     if why_not_shm(found.where, member.where) is None:
@@ -51,7 +50,7 @@ def find_parts(
     return _Sent(member, store, shard, places, sizes[1], count)
 
 
-class _Mapped(Parts):
+class _Mapped(ShardParts):
     """The buffers are files on this machine, of these descriptors."""
 
     def __init__(self, descriptors: list[int], nbytes: int, places: Sequence[Sequence[FilePlace]]) -> None:
@@ -74,7 +73,7 @@ class _Mapped(Parts):
         """The files are the publisher's."""
 
 
-class _Sent(Parts):
+class _Sent(ShardParts):
     """The buffers are on another machine: a copy of the shard is kept here, and written there one-sidedly.
 
     Without that copy a bucket could not change until a network has taken it.
@@ -85,12 +84,12 @@ class _Sent(Parts):
     ) -> None:
         check_memory(nbytes, f"{store}, for versions of it,")
         self._member, self._places = member, places
-        self._channel = member.channel(PUBLISHER)
-        self._region = self._channel.device.allocate(nbytes)
+        channel = member.channel(PUBLISHER)
+        self._region = channel.device.allocate(nbytes)
         self._buffers = [find(member, buffer_name(store, n, shard), PUBLISHER)[0] for n in range(count)]
         memory = memoryview(self._region)
         self._rooms = [[np.frombuffer(memory, np.uint8, p.nbytes, p.shard) for p in b] for b in places]
-        self._under_way: deque[Completion] = deque()
+        self._writes = Writes(channel)
 
     def room(self, buffer: int, bucket: int) -> list[npt.NDArray[np.uint8]]:
         return self._rooms[bucket]
@@ -98,14 +97,12 @@ class _Sent(Parts):
     def filled(self, buffer: int, bucket: int) -> None:
         there = self._buffers[buffer]
         for p in self._places[bucket]:
-            write = self._channel.write(self._region.view(p.shard, p.nbytes), there.view(p.file, p.nbytes))
-            self._under_way.append(write)
+            self._writes.begin(self._region.view(p.shard, p.nbytes), there.view(p.file, p.nbytes))
 
     def arrived(self) -> None:
-        while self._under_way:
+        while True:
             try:
-                self._under_way[0].wait(_PATIENCE)
-                self._under_way.popleft()
+                return self._writes.wait(_PATIENCE)
             except WaitTimeout:
                 self._member.check()
 
