@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,8 @@ from tensorwire.control import Member
 from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
+from tensorwire.store.versions.loading import Loader
+from tensorwire.store.versions.recording import Load
 from tensorwire.store.versions.selection import Selection, select
 from tensorwire.store.versions.sources import Bytes, Files, OpenVersion, Source, Wanted
 from tensorwire.store.versions.staging import Pairs, Staged, copy_into, match, views, whole_file
@@ -270,7 +272,48 @@ class Reader:
             ):
                 return
 
+    def loader(self, load: Load) -> Loader:
+        """Turns a consumer's own loading code into a list of reads.
+
+        It is run once, now, with tensors that have no values, and changes nothing. What it only copies, such as
+        slices, or some tensors one after another, is read straight into place by ``loader.load()``, and nothing else
+        of the version is. Operators that compute (dtypes, scales), and copies whose pieces are a few bytes each, run
+        again on each version.
+
+        ``load`` must not depend on values, nor on anything that differs from one version to the next: what it does to
+        tensors is repeated, and its other code is not. It must not reach for a tensor's memory, as ``.numpy()`` does,
+        and its destinations must stay where they are.
+
+        Args:
+            load: Takes the tensors of a version by name, and copies what it wants of them into tensors of its own, as
+                by ``copy_`` or ``load_state_dict``.
+
+        Returns:
+            What brings versions.
+
+        Raises:
+            ArgumentError: ``load`` asks for values, or copies nothing.
+        """
+        self._check_open()
+        return Loader(self._layout.held, load, self._bring)
+
     # ---- how
+
+    def _bring(self, wanted: Wanted, finish: Callable[[], None], min_version: int | None, timeout: float) -> Version:
+        """Reads straight into destinations, and then finishes there."""
+        least = self._next(min_version)
+        self.wait(least, timeout)
+        with self.lock, torch.no_grad():
+            start = time.perf_counter()
+            self.version = None  # until all of it is there
+            version = self._read(wanted, least, timeout)
+            read = time.perf_counter()
+            finish()
+            self.seconds = {"read": read - start, "convert": time.perf_counter() - read}
+            self.seconds["pause"] = time.perf_counter() - start
+            self.version = version
+        self._report(version)
+        return version
 
     def _take(self, version: Version, pairs: Pairs) -> None:
         with self.lock, torch.no_grad():
@@ -279,6 +322,9 @@ class Reader:
                 copy_into(target, value)
             self.seconds["pause"] = time.perf_counter() - start
             self.version = version
+        self._report(version)
+
+    def _report(self, version: Version) -> None:
         state = ReaderState("", "", str(version), version.counter, version.step, self.seconds)
         self._member.client.tell(PUBLISHER, topic(self._store, "report"), msgspec.msgpack.encode(state))
 
