@@ -54,8 +54,9 @@ def pack(view: torch.Tensor) -> tuple[Rows, torch.Tensor]:
             dense *= view.shape[i]
     target = torch.empty_strided(once.shape, packed, dtype=view.dtype, device="meta")
     rows = runs(once, target, SHORTEST)
-    if rows is None and (extent := _extent(once)) <= _GAPS * once.numel():
-        rows, packed = np.array([[view.storage_offset(), 0, extent]], np.int64) * size, [*strides]
+    most = once.numel() * (_GAPS if rows is None else 1)  # windows have elements several times
+    if once.numel() and _extent(once) < most:
+        rows, packed = np.array([[view.storage_offset(), 0, _extent(once)]], np.int64) * size, [*strides]
     if rows is None:
         rows = runs(once, target)
     assert rows is not None
