@@ -46,7 +46,7 @@ PUBLIC = {
     "tensorwire.torch": {"StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.store": {
         *("EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"),
-        *("Every", "Listing", "Reader", "ReaderState", "Staged", "VersionState", "connect"),
+        *("Every", "Listing", "Loader", "Reader", "ReaderState", "Staged", "VersionState", "connect"),
     },
     "tensorwire.device": {
         "Capabilities",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensorwire.store.versions.listing import Listing as Listing
     from tensorwire.store.versions.listing import ReaderState as ReaderState
     from tensorwire.store.versions.listing import VersionState as VersionState
-    from tensorwire.store.versions.loading import Loader as Loader
+    from tensorwire.store.versions.loader import Loader as Loader
     from tensorwire.store.versions.reader import Reader as Reader
     from tensorwire.store.versions.staging import Staged as Staged
 
@@ -41,7 +41,7 @@ __all__ = [
 _LATE = {  # they stand on the launcher or on PyTorch, as the store itself does not
     "Handle": "tensorwire.keyvalue",
     "KeyValue": "tensorwire.keyvalue",
-    "Loader": "tensorwire.store.versions.loading",
+    "Loader": "tensorwire.store.versions.loader",
     "Reader": "tensorwire.store.versions.reader",
     "Staged": "tensorwire.store.versions.staging",
     **dict.fromkeys(("Listing", "ReaderState", "VersionState"), "tensorwire.store.versions.listing"),

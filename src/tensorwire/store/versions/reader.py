@@ -22,7 +22,7 @@ from tensorwire.control import Member
 from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
-from tensorwire.store.versions.loading import Loader
+from tensorwire.store.versions.loader import Loader
 from tensorwire.store.versions.recording import Load
 from tensorwire.store.versions.selection import Selection, select
 from tensorwire.store.versions.sources import Bytes, Files, OpenVersion, Source, Wanted

@@ -62,7 +62,7 @@ class RecordedTensor(torch.Tensor):
 
 
 @dataclass(frozen=True)
-class Step:
+class Call:
     """A call of an operator; ``results``: its flat results; ``changes``: which of its arguments it changes."""
 
     func: Any
@@ -81,15 +81,15 @@ class Recording:
     """What ``load`` does with tensors of a version; ``held``: these, by name. Nothing that it is given changes.
 
     Attributes:
-        steps (list[Step]): Its operators in their order, without those that only make views of tensors of its own.
-        made (dict[int, Step]): By number of a recorded tensor, what made it.
+        calls (list[Call]): Its operators in their order, without those that only make views of tensors of its own.
+        made (dict[int, Call]): By number of a recorded tensor, what made it.
 
     Raises `ArgumentError` where ``load`` asks for values, or copies nothing.
     """
 
     def __init__(self, held: Mapping[str, FileTensor], load: Load) -> None:
-        self.steps: list[Step] = []
-        self.made: dict[int, Step] = {}
+        self.calls: list[Call] = []
+        self.made: dict[int, Call] = {}
         self._count = 0
         self._changed: set[int] = set()  # storages
         self._starts: dict[int, int] = {}  # by storage of a tensor of the version: where that begins in the file
@@ -99,9 +99,9 @@ class Recording:
             weights[name] = self._recorded(twin, torch.device("cpu"))
             self._starts[_storage(twin)] = start
         self._weights = [*weights.values()]  # a storage that is gone may leave its number to another one
-        with torch.no_grad(), _Calls(), _Operators(self):
+        with torch.no_grad(), _Functions(), _Operators(self):
             load(weights)
-        if not any(not isinstance(changed, RecordedTensor) for step in self.steps for changed in step.changes):
+        if not any(not isinstance(changed, RecordedTensor) for call in self.calls for changed in call.changes):
             raise ArgumentError("load copies nothing: it has to copy tensors of the version into some of its own")
 
     def start(self, tensor: RecordedTensor) -> int | None:
@@ -143,13 +143,13 @@ class Recording:
         )
         self._changed.update(_storage(t.twin if isinstance(t, RecordedTensor) else t) for t in changes)
         args, kwargs = tree_map_only(torch.Tensor, _as_it_is, (args, kwargs))
-        self._keep(Step(func, args, kwargs, tree_leaves(result), changes))
+        self._keep(Call(func, args, kwargs, tree_leaves(result), changes))
         return result
 
-    def _keep(self, step: Step) -> None:
-        self.steps.append(step)
-        given = {id(tensor) for tensor in step.tensors}
-        self.made.update((each.number, step) for each in recorded_in(step.results) if id(each) not in given)
+    def _keep(self, call: Call) -> None:
+        self.calls.append(call)
+        given = {id(tensor) for tensor in call.tensors}
+        self.made.update((each.number, call) for each in recorded_in(call.results) if id(each) not in given)
 
     def _run(self, func: Any, args: Any, kwargs: Any, twins: dict[int, torch.Tensor]) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: twins[id(tensor)], (args, kwargs))
@@ -175,7 +175,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._recording.add(func, args, kwargs or {})
 
 
-class _Calls(TorchFunctionMode):
+class _Functions(TorchFunctionMode):
     """Refuses what reaches for values or memory and is no operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

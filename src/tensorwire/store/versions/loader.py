@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
-from tensorwire.store.versions.recording import Load, RecordedTensor, Recording, Step, recorded_in
+from tensorwire.store.versions.recording import Call, Load, RecordedTensor, Recording, recorded_in
 from tensorwire.store.versions.runs import SHORTEST, Rows, crowded, pack, runs, spans, touched
 from tensorwire.store.versions.selection import ReadSpan, Selection
 from tensorwire.store.versions.sources import Bytes, Wanted
@@ -34,7 +34,7 @@ class Loader:
         """``bring`` reads what is wanted, calls what is to run then, and remembers the version."""
         recording = Recording(held, load)
         reads = _reads(recording)
-        self._replay = Replay(recording, [step for step in recording.steps if id(step) not in reads])
+        self._replay = Replay(recording, [call for call in recording.calls if id(call) not in reads])
         placed = _by_storage(reads.values())
         self._wanted = [*placed, *self._replay.wanted]
         self._bring = bring
@@ -66,21 +66,21 @@ Read = tuple[torch.Tensor, Rows]  # a destination, and runs from the file into i
 
 
 def _reads(recording: Recording) -> dict[int, Read]:
-    """By id: the steps that are nothing but reads, of memory that no other step touches."""
+    """By id: the calls that are nothing but reads, of memory that no other call touches."""
     found: dict[int, Read] = {}
     owners: dict[bytes, int] = {}  # copies of the same bytes to the same place are one
     sets: list[Rows] = []
-    for step in recording.steps:
-        rows = _runs(recording, step)
+    for call in recording.calls:
+        rows = _runs(recording, call)
         if rows is None:
-            places = [touched(t) for t in step.tensors if not isinstance(t, RecordedTensor) and t.is_cpu]
+            places = [touched(t) for t in call.tensors if not isinstance(t, RecordedTensor) and t.is_cpu]
             sets += places
             continue
-        found[id(step)] = step.args[0], rows
-        key = _key(found[id(step)])
+        found[id(call)] = call.args[0], rows
+        key = _key(found[id(call)])
         if key not in owners:
             owners[key] = len(sets)
-            sets.append(spans(rows, step.args[0]))
+            sets.append(spans(rows, call.args[0]))
     shared = crowded(sets)
     return {i: read for i, read in found.items() if owners[_key(read)] not in shared}
 
@@ -90,11 +90,11 @@ def _key(read: Read) -> bytes:
     return spans(rows, target).tobytes() + rows[:, 0].tobytes()
 
 
-def _runs(recording: Recording, step: Step) -> Rows | None:
-    """What to read for a step; None: it is more than reads, or reads of few bytes each."""
-    if step.func is not _aten.copy_.default:
+def _runs(recording: Recording, call: Call) -> Rows | None:
+    """What to read for a call; None: it is more than reads, or reads of few bytes each."""
+    if call.func is not _aten.copy_.default:
         return None
-    target, value = step.args[:2]
+    target, value = call.args[:2]
     if isinstance(target, RecordedTensor) or not target.is_cpu:
         return None
     found = [_part(recording, *part) for part in _parts(recording, target, value)]
@@ -129,7 +129,7 @@ def _parts(recording: Recording, target: torch.Tensor, value: Any) -> Iterator[t
         yield from _parts(recording, *part)
 
 
-def _put_together(made: Step, target: torch.Tensor, value: RecordedTensor) -> list[tuple[torch.Tensor, Any]] | None:
+def _put_together(made: Call, target: torch.Tensor, value: RecordedTensor) -> list[tuple[torch.Tensor, Any]] | None:
     args = made.args
     if made.func in (_aten.cat.default, _aten.stack.default):
         dim = args[1] if len(args) > 1 else 0
@@ -163,34 +163,34 @@ def _selection(parts: Sequence[Rows]) -> Selection:
 
 
 class Replay:
-    """Steps that run again for each version, on what they need of it, which is read into memory that is kept.
+    """Calls that run again for each version, on what they need of it, which is read into memory that is kept.
 
     Attributes:
         wanted: What to read before.
     """
 
-    def __init__(self, recording: Recording, steps: Sequence[Step]) -> None:
-        kept: list[tuple[Step, list[int]]] = []  # with the numbers of the tensors that no later step needs
+    def __init__(self, recording: Recording, calls: Sequence[Call]) -> None:
+        kept: list[tuple[Call, list[int]]] = []  # with the numbers of the tensors that no later call needs
         needed: set[int] = set()
         leaves: dict[int, tuple[torch.Tensor, int]] = {}
-        for step in reversed(steps):
-            if step.changes or any(result.number in needed for result in recorded_in(step.results)):
-                given = {tensor.number: tensor for tensor in recorded_in((step.args, step.kwargs))}
-                kept.append((step, [number for number in given if number not in needed and number not in leaves]))
+        for call in reversed(calls):
+            if call.changes or any(result.number in needed for result in recorded_in(call.results)):
+                given = {tensor.number: tensor for tensor in recorded_in((call.args, call.kwargs))}
+                kept.append((call, [number for number in given if number not in needed and number not in leaves]))
                 for number, tensor in given.items():
                     if (start := recording.start(tensor)) is None:
                         needed.add(number)
                     else:
                         leaves[number] = tensor.twin, start
-        self._steps = kept[::-1]
+        self._calls = kept[::-1]
         self._leaves, self.wanted = _scratch(leaves)
 
     def run(self) -> None:
         """Runs them on what was read."""
         values = dict(self._leaves)
-        for step, over in self._steps:
-            args, kwargs = tree_map_only(RecordedTensor, lambda t: values[t.number], (step.args, step.kwargs))
-            for result, value in zip(step.results, tree_leaves(step.func(*args, **kwargs)), strict=True):
+        for call, over in self._calls:
+            args, kwargs = tree_map_only(RecordedTensor, lambda t: values[t.number], (call.args, call.kwargs))
+            for result, value in zip(call.results, tree_leaves(call.func(*args, **kwargs)), strict=True):
                 if isinstance(result, RecordedTensor):
                     values[result.number] = value
             for number in over:
