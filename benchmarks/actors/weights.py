@@ -48,7 +48,7 @@ class AskingReader(VersionReader):
         self._asking.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def run(self, run: Run, what: str) -> dict[str, float]:
-        """A round; ``pause`` is how long the tensors are neither those before nor those after."""
+        """A round; ``pause``: how long an operation changes the tensors."""
         self._pauses.clear()
         told = super().run(run, what)
         return {**told, "pause": statistics.mean(self._pauses or [told["seconds"] / run.count])}
@@ -65,7 +65,8 @@ class AskingReader(VersionReader):
         return int.from_bytes(self._asking.recv(_WORD, socket.MSG_WAITALL), "little")
 
     def _new(self) -> None:
-        self.reader.pull(self._ask(), into=self.mine)
+        counter = self._ask()
+        self._pauses.append(clocked(lambda: self.reader.pull(counter, into=self.mine)))
 
     def _new_module(self) -> None:
         self.reader.load_into(self.module, self._ask())
