@@ -71,6 +71,7 @@ def changes_the_version(w: Tensors, to: list[torch.Tensor]) -> None:
     to[0].copy_(w["q"])
     w["q"][3:9].mul_(2.0)
     to[1].copy_(w["q"])
+    to[2].copy_(w["k"].mul_(2.0))
 
 
 def strided() -> list[torch.Tensor]:
@@ -144,6 +145,14 @@ CASES: dict[str, tuple[Callable[[], list[torch.Tensor]], Load, int, int]] = {
     "a few columns": (made((64, 3)), lambda w, to: put(to[0], w["q"][:, 5:8]), 0, 768),
     "a column": (made((64,)), lambda w, to: put(to[0], w["whole"][:, 3].repeat(8)[:64]), 0, 8 * 81),
     "expand": (made((7, 5)), lambda w, to: put(to[0], w["bias"].expand(7, 5)), 0, 20),
+    "expand a row": (made((7, 200)), lambda w, to: put(to[0], w["o"][0].expand(7, 200)), 0, 800),
+    "expand columns": (made((3, 70, 2)), lambda w, to: put(to[0], w["o"][:, 5:7].expand(3, 70, 2)), 0, 560),
+    "the same twice": (
+        made((32, 100), (32, 100)),
+        lambda w, to: (put(to[0], w["q"][:32] * 2.0), put(to[1], w["q"][:32] + 1.0)),
+        0,
+        12800,
+    ),
     "broadcast": (made((7, 5)), lambda w, to: put(to[0], w["bias"]), 0, 20),
     "no dimension": (made(()), lambda w, to: put(to[0], w["scale"]), 4, 4),
     "filled": (made((5,)), lambda w, to: to[0].fill_(w["scale"]), 0, 4),
@@ -182,7 +191,7 @@ CASES: dict[str, tuple[Callable[[], list[torch.Tensor]], Load, int, int]] = {
     "tied": (made((64, 100)), lambda w, to: [put(tied, w["q"]) for tied in (to[0], to[0].view(64, 100))], 25600, 25600),
     "a tensor of its own": (made((64, 100)), through_a_tensor_of_its_own, 0, 25600),
     "a constant": (made((5,)), changes_a_constant, 0, 20),
-    "changes the version": (made((64, 100), (64, 100)), changes_the_version, 0, 25600),
+    "changes the version": (made(*[(64, 100)] * 3), changes_the_version, 0, 51200),
     "rows by number": (made((2, 100)), lambda w, to: put(to[0], w["q"][[5, 2]]), 0, 25600),
     "rows to numbers": (made((9, 100)), lambda w, to: to[0].__setitem__([2, 3], w["q"][:2]), 0, 800),
     "several results": (made((64, 3)), lambda w, to: put(to[0], w["q"].topk(3)[0]), 0, 25600),
@@ -323,7 +332,7 @@ REFUSED: dict[str, tuple[Load, str]] = {
     "address": (lambda w, _: w["q"].data_ptr(), "asks for values"),
     "mask": (lambda w, to: put(to[0], w["q"][w["q"] > 0]), r"asks for values \(aten\.index\)"),
     "equal": (lambda w, _: torch.equal(w["q"], w["k"]), "asks for values"),
-    "own values": (lambda w, to: put(to[0], w["q"])[0, 0] > 0 and float(to[0][0, 0]), "asks for values"),
+    "own values": (lambda w, to: (put(to[0], w["q"]), float(to[0][0, 0])), "asks for values"),
     "nothing": (lambda w, _: w["q"] * 2, "load copies nothing"),
     "nothing of its own": (lambda w, _: w["q"].mul_(2), "load copies nothing"),
     "data": (lambda w, _: setattr(torch.nn.Parameter(torch.zeros(2)), "data", w["q"]), r"load assigns \.data"),
