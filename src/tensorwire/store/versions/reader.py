@@ -204,9 +204,8 @@ class Reader:
             self._staged.close()
         if module is not None:
             match(module, self._layout.held, strict=strict)  # before anything is read
-        self.wait(self._next(min_version), timeout)
-        start = time.perf_counter()
         opened = self._open(min_version, timeout)
+        start = time.perf_counter()
         try:
             with self._explained():
                 memory = self._read_whole(opened) if opened.data is None else opened.data
@@ -302,7 +301,7 @@ class Reader:
     def _bring(self, wanted: Wanted, finish: Callable[[], None], min_version: int | None, timeout: float) -> Version:
         """Reads straight into destinations, and then finishes there."""
         least = self._next(min_version)
-        self.wait(least, timeout)
+        self.wait(least, timeout)  # without the lock
         with self.lock, torch.no_grad():
             start = time.perf_counter()
             self.version = None  # until all of it is there

@@ -166,6 +166,10 @@ class Snapshots:
         assert filling is not None
         for bucket in range(self._buckets):
             self._copy_once(filling, bucket)
+            checksum = xxhash.xxh3_64()  # here, whoever has copied it: no update waits for this
+            for part in self._parts.room(cut.buffer, bucket):
+                checksum.update(part.data)
+            self._report.checksums[bucket] = checksum.intdigest()
         self._parts.arrived()
         self._filling = None
         if failpoints.listener is not None:
@@ -198,13 +202,10 @@ class Snapshots:
             self._changed.notify_all()
 
     def _copy(self, cut: Cut, bucket: int) -> None:
-        checksum = xxhash.xxh3_64()
         sources = self._sources[cut.round % self._rounds][bucket]
         for source, target in zip(sources, self._parts.room(cut.buffer, bucket), strict=True):
             gather(target, source, self._large)
-            checksum.update(target.data)
             counters.add(copies=1, copied_bytes=source.nbytes)
-        self._report.checksums[bucket] = checksum.intdigest()
         self._parts.filled(cut.buffer, bucket)
 
     def close(self) -> None:
