@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
-from tensorwire.edge.tensor import DTYPES
+import torch
+
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
+from tensorwire.store.versions.runs import runs
 from tensorwire.store.versions.version_layout import FileTensor
 
 
@@ -71,23 +72,11 @@ def select(
 
 def _spans(name: str, held: FileTensor, slices: Sequence[slice], memory: int) -> tuple[tuple[int, ...], list[ReadSpan]]:
     """The shape of a part of a tensor, and its spans in the order of its elements."""
-    ranges = _ranges(name, held, slices)
-    shape = tuple(map(len, ranges))
-    whole = len(ranges)  # how many dimensions from the last one on are whole
-    while whole and shape[whole - 1] == held.shape[whole - 1]:
-        whole -= 1
-    size, strides = DTYPES[held.dtype], [1] * len(held.shape)
-    for i in reversed(range(len(strides) - 1)):
-        strides[i] = strides[i + 1] * held.shape[i + 1]
-    if 0 in shape:
-        return shape, []
-    run = size * (strides[whole - 1] * shape[whole - 1] if whole else _product(held.shape))
-    spans: list[ReadSpan] = []
-    for place in product(*ranges[: max(0, whole - 1)]):
-        first = sum(i * stride for i, stride in zip(place, strides, strict=False))
-        first += ranges[whole - 1].start * strides[whole - 1] if whole else 0
-        spans.append(ReadSpan(held.start + size * first, memory + len(spans) * run, run))
-    return shape, spans
+    parts = tuple(slice(each.start, each.stop) for each in _ranges(name, held, slices))
+    chosen = torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")[parts]
+    rows = runs(chosen, torch.empty_like(chosen, memory_format=torch.contiguous_format))
+    assert rows is not None
+    return tuple(chosen.shape), [ReadSpan(held.start + of, memory + to, n) for of, to, n in rows.tolist()]
 
 
 def _ranges(name: str, held: FileTensor, slices: Sequence[slice]) -> list[range]:
@@ -103,13 +92,6 @@ def _ranges(name: str, held: FileTensor, slices: Sequence[slice]) -> list[range]
                 raise ArgumentError(f"{name!r}: {bound!r} is outside of a dimension of {size}")
         ranges.append(range(*part.indices(size)))
     return ranges
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _joined(spans: Sequence[ReadSpan]) -> Iterable[ReadSpan]:
