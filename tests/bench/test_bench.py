@@ -77,6 +77,7 @@ def test_an_interrupt_leaves_nothing(sandbox: Sandbox, number: int, status: int)
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_versions(sandbox: Sandbox) -> None:
     result, records = bench(sandbox, *OURS, "versions", "--device", "shm")
     modes = ["read-training", "read-idle", "commit", "step-published", "at-once-read"]
