@@ -358,6 +358,16 @@ def test_a_name_or_shape_that_is_wrong_is_an_error_at_once() -> None:
         Loader(file.held, lambda w: put(to[0], w["o"]), file.bring)
 
 
+def test_what_is_read_into_a_tensor_is_a_change_that_autograd_sees() -> None:
+    file, weight = FakeFile(weights()), torch.nn.Parameter(torch.zeros(weights()["o"].shape))
+    loader = Loader(file.held, lambda w: weight.copy_(w["o"]), file.bring)
+    assert loader.direct == loader.nbytes > 0
+    loss = (weight * weight).sum()
+    loader.load()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_recorded_tensors_are_of_no_use_outside() -> None:
     to, file = made((64, 100))(), FakeFile(weights())
     kept: list[torch.Tensor] = []

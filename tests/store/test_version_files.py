@@ -25,6 +25,7 @@ from tensorwire.store.sharding import ParameterSpec, make_plan
 from tensorwire.store.versions import version_files as files
 from tensorwire.store.versions.buffers import Buffers, BufferState
 from tensorwire.store.versions.selection import select
+from tensorwire.store.versions.staging import copy_into
 from tensorwire.store.versions.version_layout import SAFE_DTYPES, FileTensor, Manifest, VersionLayout, parse_manifest
 from tests.harness.sandbox import nothing_kept
 
@@ -355,3 +356,26 @@ def test_where_the_folder_is_too_small_versions_are_files_of_the_kernels_own(
             os.ftruncate(made.descriptors[1], 0)
         made.close()
         memory.release()
+
+
+# ---- into a module
+
+
+@pytest.mark.parametrize("elements", [1000, 1 << 18])
+def test_what_is_copied_into_a_tensor_is_a_change_that_autograd_sees(elements: int) -> None:
+    weight = torch.nn.Parameter(torch.full((elements,), 2.0))
+    loss = (weight * weight).sum()
+    with torch.no_grad():
+        copy_into(weight, torch.full((elements,), 3.0))
+        copy_into(weight, weight.detach())  # the tensor itself, as after load_state_dict(assign=True)
+    assert (weight == 3.0).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_is_copied_into_a_tensor_without_a_history_is_no_error() -> None:
+    with torch.inference_mode():
+        weight = torch.zeros(1 << 18)
+    with torch.inference_mode():
+        copy_into(weight, torch.ones(1 << 18))
+    assert (weight == 1.0).all()

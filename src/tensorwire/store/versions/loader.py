@@ -16,6 +16,7 @@ from tensorwire.store.versions.recording import Call, Load, RecordedTensor, Reco
 from tensorwire.store.versions.runs import SHORTEST, Rows, crowded, pack, runs, spans, touched
 from tensorwire.store.versions.selection import ReadSpan, Selection
 from tensorwire.store.versions.sources import Bytes, Wanted
+from tensorwire.store.versions.staging import mark_changed
 from tensorwire.store.versions.version_layout import FileTensor, Version
 
 Bring = Callable[[Wanted, Callable[[], None], int | None, float], Version]
@@ -36,6 +37,7 @@ class Loader:
         reads = _reads(recording)
         self._replay = Replay(recording, [call for call in recording.calls if id(call) not in reads])
         placed = _by_storage(reads.values())
+        self._targets = [target for call in recording.calls if id(call) in reads for target in call.changes]
         self._wanted = [*placed, *self._replay.wanted]
         self._bring = bring
         self.direct = sum(selection.payload for selection, _ in placed)
@@ -57,7 +59,11 @@ class Loader:
         Raises:
             VersionExpired, WaitTimeout, JobEnded: As for `Reader.pull`.
         """
-        return self._bring(self._wanted, self._replay.run, min_version, timeout)
+        return self._bring(self._wanted, self._finish, min_version, timeout)
+
+    def _finish(self) -> None:
+        mark_changed(self._targets)
+        self._replay.run()
 
 
 # ---- straight into place

@@ -122,7 +122,9 @@ class Files(Source):
 
     def _check(self) -> None:
         if not self.folder.is_dir():
-            raise RemoteAccessError("the optimizer that published these versions was closed, and they are gone")
+            raise RemoteAccessError(
+                "the optimizer that published these versions was closed, and they are gone"
+            ) from None
 
     def close(self) -> None:
         """Nothing is held."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -76,10 +76,16 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copies values of the same shape. Large ones by our own copy, which takes the same time wherever the two lie in
     their pages: the C library's and PyTorch's can take four times as long."""
     alike = target.dtype == value.dtype and target.is_cpu and value.is_cpu and target.nbytes >= _LARGE
-    if alike and target.is_contiguous() and value.is_contiguous():
+    if alike and target.is_contiguous() and value.is_contiguous() and target.data_ptr() != value.data_ptr():
         gather(target.detach().reshape(-1).view(torch.uint8).numpy(), value.detach(), True)
+        mark_changed([target])
     else:
         target.copy_(value)
+
+
+def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells autograd what PyTorch cannot see: that the memory of tensors was written."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 class Staged:
