@@ -22,6 +22,7 @@ from benchmarks.actors import members
 from benchmarks.actors.train import BATCHES, SGD
 from benchmarks.cuts import cut
 from benchmarks.graphs import REHEARSAL
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.control import Coordinator
 from tensorwire.launch import current_worker
@@ -95,7 +96,7 @@ def main(role: str, index: str, mode: str, workload: str, shrink: str, device: s
             lines.answer()
         return
     worker = Worker(mode, workload, int(shrink), int(workers))
-    members.join(lines, int(index), device, int(workers), 0, json.dumps(worker.facts))
+    store_job.join(lines, int(index), device, int(workers), 0, json.dumps(worker.facts))
     if mode != "alone":
         worker.join(mode)
     members.train(lines, worker.round, worker.leave, REHEARSAL)

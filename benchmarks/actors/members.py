@@ -7,7 +7,6 @@ from typing import Any
 
 from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import LEAVE, Lines, Run
-from tensorwire.bench.actors.store_job import join as join
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
@@ -72,7 +71,7 @@ def run_member(
         return
     import tensorwire as tw
 
-    join(lines, int(index), device, *sizes)
+    store_job.join(lines, int(index), device, *sizes)
     tw.init()
     work = make()
     for run in lines.runs():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.actors import members
 from benchmarks.sleeping_layers import MODELS, SleepingLayers
 from benchmarks.training import REHEARSAL
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.models import Model
@@ -91,7 +92,7 @@ def main(role: str, index: str, kind: str, workload: str, shrink: str, meeting: 
         members.serve(lines, int(index), device, workers, servers, sizes[2])
         return
     if kind in ("store", "overlap"):
-        members.join(lines, int(index), device, workers, servers)
+        store_job.join(lines, int(index), device, workers, servers)
     else:
         lines.hello()
     worker = Worker(kind, MODELS[workload], int(shrink), int(index), workers, meeting)

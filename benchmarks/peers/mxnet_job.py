@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.actors import members
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines
 
 OWN = "dist_sync"  # MXNet's own store
@@ -52,7 +53,7 @@ def serve(lines: Lines, store: str, device: str, workers: str, servers: str, hos
 def join(lines: Lines, index: str, store: str, device: str, workers: str, servers: str, host: str) -> tuple[Any, Any]:
     """MXNet, and the store of worker ``index``."""
     if store != OWN:
-        members.join(lines, int(index), device, int(workers), int(servers))
+        store_job.join(lines, int(index), device, int(workers), int(servers))
         importlib.import_module("tensorwire.mxnet")  # before MXNet
     else:
         os.environ.update(_settings(lines.hello().split()[0], workers, host), DMLC_ROLE="worker")

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.actors import members
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.bench.actors.transfer import counts, since
 
@@ -42,7 +42,7 @@ def join(lines: Lines, index: int, device: str) -> Any:
 
     os.environ.setdefault("TENSORWIRE_SECRET", secrets.token_hex(32))
     address = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0).address if index else "-"
-    members.join(lines, index, device, 2, 0, address)
+    store_job.join(lines, index, device, 2, 0, address)
     if index:
         os.environ["TENSORWIRE_COORDINATOR"] = address
     return tw.init()

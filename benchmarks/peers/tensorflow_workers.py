@@ -25,6 +25,7 @@ from tensorflow_models import NETWORKS, Network, batch
 from tensorflow_runtimes import free_port, limit_threads
 
 from benchmarks.actors import members
+from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.transfer import counts, since
 
@@ -71,7 +72,7 @@ def ours(lines: Lines, index: int, way: str, device: str, name: str, shrink: int
     import tensorwire as tw
     from tensorwire.tensorflow import StoreOptimizer
 
-    members.join(lines, index, device, WORKERS, 1)
+    store_job.join(lines, index, device, WORKERS, 1)
     tw.init()
     network = network_of(name, shrink)
     x, y = mine(name, size, index)
