@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.sharding import ALIGNMENT, CUT, PAGE, ParameterSpec, StorePlan, make_plan
+from tensorwire.store.row_layout import plan_rows
+from tensorwire.store.sharding import ALIGNMENT, CUT, PAGE, ParameterSpec, StorePlan, joined, make_plan
 
 BUCKET = 4 * PAGE
 
@@ -134,3 +135,33 @@ def test_digests_tell_plans_apart() -> None:
     a, b = make_plan(specs([((3,), "float32")]), 1), make_plan(specs([((4,), "float32")]), 1)
     assert a.digest() == make_plan(specs([((3,), "float32")]), 1).digest() != b.digest()
     assert a.digest(b"x") != a.digest(b"y")
+
+
+def test_plans_of_keys_and_rows_are_one_plan() -> None:
+    table = ParameterSpec("t", (5000, 3, 7), "float64")
+    keys = [ParameterSpec("a", (100_000,), "float32"), ParameterSpec("none", (0, 2), "int64")]
+    late = [ParameterSpec("b", (3,), "int8"), ParameterSpec("c", (70_000,), "float16")]
+    parts = [make_plan(keys, 3, bucket_bytes=4096, apart=True), plan_rows(table, 3, 8192)]
+    parts.append(make_plan(late, 3, bucket_bytes=8192, whole=True, apart=True))
+    plan = joined(parts)
+    assert [t.name for t in plan.tensors] == ["a", "none", "t", "b", "c"]
+    every = [b for mine in plan.buckets for b in mine]
+    assert sorted(b.number for b in every) == list(range(len(every)))
+    assert len(every) == sum(len(mine) for part in parts for mine in part.buckets)
+    for server, mine in enumerate(plan.buckets):
+        assert [b.index for b in mine] == list(range(len(mine)))
+        assert {(b.server, b.shard_number) for b in mine} <= {(server, server)}
+        ends = [b.shard + b.nbytes for b in mine]
+        assert all(b.shard >= end for b, end in zip(mine[1:], ends, strict=False))
+        assert not ends or ends[-1] <= plan.shard_bytes[server]
+    spans = sorted((b.space, b.space + b.nbytes) for b in every)
+    assert all(start >= end for (start, _), (_, end) in zip(spans[1:], spans, strict=False))
+    assert spans[-1][1] <= plan.space_bytes
+    for number, tensor in enumerate(plan.tensors):
+        pieces = sorted((p.start, p.stop) for b in every for p in b.pieces if p.tensor == number)
+        assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
+        assert pieces[-1][1] == tensor.elements
+        first = next(b for b in every for p in b.pieces if p.tensor == number and p.start == 0)
+        assert first.space + first.pieces[0].offset == plan.offsets[number]
+    rows = [p for b in every for p in b.pieces if p.tensor == 2]
+    assert all(p.start % 21 == p.stop % 21 == 0 and (p.stop - p.start) * 8 <= 8192 for p in rows)

@@ -18,6 +18,7 @@ from tensorwire import errors
 from tensorwire.keyvalue.row_sums import RowSums
 from tensorwire.store import Async, Sync
 from tests.harness.jobs import for_each, in_turn, run_job
+from tests.store.test_versions import reading
 
 PIXELS, GRAYS, WIDTH = 64, 17, 8
 loaded = functools.cache(load_digits)
@@ -307,3 +308,34 @@ def misuse(job: tw.Job) -> None:
 
 def test_what_would_be_wrong_is_refused() -> None:
     run_job(in_turn, not_right, clipped, misuse, workers=1).ok()
+
+
+# ---- versions for readers
+
+
+def published(job: tw.Job, mode: Sync | Async) -> list[bool]:
+    embedding = tw.torch.StoreEmbedding(ROWS, WIDTH, torch.optim.Adagrad, mode=mode, lr=0.1, publish=True)
+    same = []
+    for step in range(3):
+        embedding(torch.tensor([[step, 7], [job.rank, ROWS - 1]])).sum().backward()
+        embedding.step()
+        counter = embedding.publish(step=step)
+        if job.rank == 0:
+            with reading(job) as reader:
+                version, found = reader.pull(counter, rows={"embedding": [7, ROWS - 1, step]})
+                with torch.no_grad():
+                    wanted = embedding(torch.tensor([7, ROWS - 1, step]))
+                same += [torch.equal(found["embedding"], wanted), version.step == step, len(embedding.readers()) == 1]
+        job.barrier()
+    with pytest.raises(errors.ArgumentError, match="construct it with publish=True"):
+        tw.torch.StoreEmbedding(ROWS, WIDTH, torch.optim.SGD, lr=0.1).publish()
+    with pytest.raises(errors.ArgumentError, match="no steps to count"):
+        tw.torch.StoreEmbedding(ROWS, WIDTH, torch.optim.SGD, lr=0.1, publish=tw.store.Every(3))
+    return same
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()], ids=repr)
+def test_readers_get_the_rows_that_a_lookup_finds(mode: Sync | Async) -> None:
+    workers = 2 if isinstance(mode, Sync) else 1
+    first, *_ = run_job(published, mode, workers=workers, servers=2).ok()
+    assert first == [True] * 9

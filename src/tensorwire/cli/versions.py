@@ -12,7 +12,9 @@ _PHASES = ("pause", "read", "verify", "convert")
 
 @click.command(short_help="List a job's versions of weights, and who reads them.")
 @click.argument("job", required=False)
-@click.option("--number", default=0, show_default=True, type=click.IntRange(0), help="Which optimizer with publish=.")
+@click.option(
+    "--number", default=0, show_default=True, type=click.IntRange(0), help="Which optimizer or KeyValue with publish=."
+)
 @click.option("--timeout", default=10.0, show_default=True, type=click.FloatRange(0), help="Seconds to wait for it.")
 def versions(job: str | None, number: int, timeout: float) -> None:
     """List a job's versions of weights, and who reads them.

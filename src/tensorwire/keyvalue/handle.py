@@ -11,8 +11,7 @@ from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.keyvalue.key_arguments import number
 from tensorwire.launch.worker import Worker
 from tensorwire.store.course import Course
-from tensorwire.store.key_client import KeyClient
-from tensorwire.store.row_client import RowClient
+from tensorwire.store.request_client import RequestClient
 
 
 class BegunPush(Protocol):
@@ -88,7 +87,7 @@ class Calls:
             raise self._worker.member.explain(error) from None
 
 
-def finish_all(lock: contextlib.AbstractContextManager[object], clients: Sequence[KeyClient | RowClient]) -> None:
+def finish_all(lock: contextlib.AbstractContextManager[object], clients: Sequence[RequestClient]) -> None:
     """This worker is done with these stores. ``lock``: another thread may be in the middle of a call."""
     with lock:
         there = [client for client in clients if client.step >= 0]  # a call after that has nothing to be interrupted

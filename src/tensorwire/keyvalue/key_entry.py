@@ -11,7 +11,7 @@ import numpy as np
 from tensorwire.device.checks import check_plain
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError
-from tensorwire.keyvalue.key_arguments import Key, as_array, check_unmasked
+from tensorwire.keyvalue.key_arguments import Key, as_array, check_unmasked, pairs
 from tensorwire.observe import counters
 from tensorwire.store.key_client import KeyClient
 
@@ -122,3 +122,30 @@ class KeyPull:
             np.copyto(self.result, entry.value)
             counters.copied(entry.value.nbytes)
         entry.pulling = None  # not before: one that is interrupted is finished later
+
+
+def arrays_for(entries: Sequence[KeyEntry], keys: Key | Sequence[Key], values: Any) -> list[list[Any]]:
+    """The arrays that are given for each of these keys. Raises `ArgumentError` for one that does not fit."""
+    found = []
+    for entry, (_, value) in zip(entries, pairs(keys, values), strict=True):
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not several:
+            raise ArgumentError(f"there is no array for key {entry.key!r}")
+        for each in several:
+            entry.check(each, "value")
+        found.append(several)
+    return found
+
+
+def outs_for(entries: Sequence[KeyEntry], keys: Key | Sequence[Key], out: Any) -> list[Any]:
+    """Where the values of these keys are to go; None: to new arrays. Raises `ArgumentError` as `arrays_for`."""
+    if out is None:
+        return [None] * len(entries)
+    outs = []
+    for entry, (_, each) in zip(entries, pairs(keys, out), strict=True):
+        entry.check(each, "out")
+        array = as_array(each)
+        if not array.flags.writeable:
+            raise ArgumentError(f"out for key {entry.key!r} is read-only")
+        outs.append(array)
+    return outs

@@ -17,7 +17,6 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.keyvalue.handle import Handle, finish_all
 from tensorwire.keyvalue.key_arguments import (
     Key,
-    as_array,
     as_key,
     as_keys,
     check_readable,
@@ -27,7 +26,8 @@ from tensorwire.keyvalue.key_arguments import (
     plain_option,
     plan_name,
 )
-from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
+from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull, arrays_for, outs_for
+from tensorwire.keyvalue.key_versions import KeyVersions, PublishedCalls, publishing_of
 from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
@@ -41,12 +41,13 @@ from tensorwire.store.key_client import KeyClient
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_state import fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
-from tensorwire.store.request_client import pack_options
+from tensorwire.store.request_client import RequestClient, pack_options
 from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.rule_names import ASSIGN, MEAN, SUM, WHOLE, check_path, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.state_transfer import VALUE
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.versions.every import Every
 
 _BARRIER_SECONDS = 600.0
 _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
@@ -54,7 +55,7 @@ _UNITS = ["", *(f"a {operation.name.lower()} of keys" for operation in RequestOp
 _WITHOUT_OPTIONS = (ASSIGN, MEAN, SUM)
 
 
-class KeyValue(RowKeys):
+class KeyValue(RowKeys, PublishedCalls):
     """Arrays on the servers, by keys. Every worker creates it and its keys at the same place of its program.
 
     ::
@@ -83,6 +84,8 @@ class KeyValue(RowKeys):
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
         compression: The code of pushed floating-point arrays, as for ``StoreOptimizer``: ``"fp16"``, ``"bf16"``,
             ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. What it leaves out joins the next push.
+        publish: Whether other processes get versions of all keys, as files: True, or ``tw.store.Every(buffers=)``. Each
+            call of `publish` makes one. ``tw.store.connect()`` reads them.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
 
     Attributes:
@@ -102,10 +105,12 @@ class KeyValue(RowKeys):
         bucket_bytes: int = BUCKET_BYTES,
         compression: str | None = None,
         elementwise: bool = False,
+        publish: Every | bool = False,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
         super().__init__(self._worker)
+        self._versions = KeyVersions(self._worker, self._calls, publishing_of(publish))
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"mode must be tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
         if not isinstance(mode, Sync) and mode.damping:
@@ -212,6 +217,8 @@ class KeyValue(RowKeys):
         self._calls.check()
         if key in self._entries or key in self._tables or key in made:
             raise ArgumentError(f"key {key!r} exists already")
+        if self._versions.begun:
+            raise ArgumentError(f"make key {key!r} before the first publish(): versions for readers have the same keys")
 
     def assign(self, keys: Key | Sequence[Key], values: Any) -> None:
         """Sets keys to worker 0's values. Every worker calls it; the rule's state stays unchanged.
@@ -296,7 +303,7 @@ class KeyValue(RowKeys):
         """
         check_whole("priority", priority)
         entries = self._named(keys)
-        outs = self._outs(keys, entries, out)
+        outs = outs_for(entries, keys, out)
         with self._calls:
             return self._pull(RequestOperation.PULL, keys, entries, outs, priority, copy)
 
@@ -317,7 +324,7 @@ class KeyValue(RowKeys):
         """
         check_whole("priority", priority)
         entries, arrays = self._given(keys, values)
-        outs = self._outs(keys, entries, out)
+        outs = outs_for(entries, keys, out)
         with self._calls:
             self._fill(entries, arrays)
             return self._pull(RequestOperation.PUSHPULL, keys, entries, outs, priority, copy)
@@ -354,6 +361,18 @@ class KeyValue(RowKeys):
         """
         with self._calls:
             self._worker.collectives.barrier(_BARRIER_SECONDS)
+
+    # ---- versions for readers
+
+    def _published(self) -> list[RequestClient]:
+        return [*self._stores, *(table.client for table in self._tables.values())]
+
+    def _complete(self) -> None:
+        self._complete_pushes()
+        for table in self._tables.values():
+            table.wait()
+
+    # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the values of all keys, and the rule's state, to a file in numpy's npz format.
@@ -404,6 +423,7 @@ class KeyValue(RowKeys):
                 if self.rank == 0:
                     self._set(arrays)
                 self._end_assign()
+            self._versions.loaded()
 
     def _complete_pushes(self) -> None:
         for entry in self._entries.values():
@@ -476,6 +496,7 @@ class KeyValue(RowKeys):
             return
         with self._calls:
             try:
+                self._versions.close()
                 for table in self._tables.values():
                     table.close()
                 self._finish()
@@ -531,27 +552,7 @@ class KeyValue(RowKeys):
     def _given(self, keys: Key | Sequence[Key], values: Any) -> tuple[list[KeyEntry], list[list[Any]]]:
         """The keys with the arrays of each, all of which fit."""
         entries = self._named(keys)
-        found = []
-        for entry, (_, value) in zip(entries, pairs(keys, values), strict=True):
-            several = list(value) if isinstance(value, (list, tuple)) else [value]
-            if not several:
-                raise ArgumentError(f"there is no array for key {entry.key!r}")
-            for each in several:
-                entry.check(each, "value")
-            found.append(several)
-        return entries, found
-
-    def _outs(self, keys: Key | Sequence[Key], entries: Sequence[KeyEntry], out: Any) -> list[Any]:
-        if out is None:
-            return [None] * len(entries)
-        outs = []
-        for entry, (_, each) in zip(entries, pairs(keys, out), strict=True):
-            entry.check(each, "out")
-            array = as_array(each)
-            if not array.flags.writeable:
-                raise ArgumentError(f"out for key {entry.key!r} is read-only")
-            outs.append(array)
-        return outs
+        return entries, arrays_for(entries, keys, values)
 
     def _fill(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
         for entry, several in zip(entries, arrays, strict=True):

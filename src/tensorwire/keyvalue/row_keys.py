@@ -10,6 +10,7 @@ from typing import Any
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.handle import Calls, Handle
 from tensorwire.keyvalue.key_arguments import Key, as_array, as_key, plan_name
+from tensorwire.keyvalue.key_versions import KeyVersions
 from tensorwire.keyvalue.row_table import Table, check_scale, check_seed, check_shape, most_rows, table_dtype
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import Worker
@@ -25,6 +26,7 @@ class RowKeys:
     _rule: str
     _reduce: str
     _group: dict[str, Any]
+    _versions: KeyVersions
 
     def __init__(self, worker: Worker) -> None:
         self._calls = Calls(worker)
@@ -163,6 +165,7 @@ class RowKeys:
             JobEnded: The job ended; the message says why.
         """
         load_on_all(self._table(key), folder)
+        self._versions.loaded()
 
     def _table(self, key: Key) -> Table:
         self._calls.check()

@@ -17,6 +17,9 @@ class ServedRows:
     def _push(self) -> None:
         raise NotImplementedError
 
+    def _loaded(self) -> None:
+        """Rows were loaded."""
+
     def step(self) -> None:
         """Pushes the sum of the gradients since the last push, if there is one. Steps of optimizers do so, too.
 
@@ -63,3 +66,4 @@ class ServedRows:
             JobEnded: The job ended; the message says why.
         """
         load_on_all(self._served(), folder)
+        self._loaded()

@@ -16,7 +16,6 @@ from tensorwire.control.names import MOST_READERS, READER
 from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 from tensorwire.launch.place import device_choice, listening_interface
 from tensorwire.launch.secret import file_secret
-from tensorwire.store.modes import Sync
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.store.versions.handover import PUBLISHER, find_numbered
 from tensorwire.store.versions.reader import Reader
@@ -37,7 +36,8 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
         job: The job's name, for a job of this user with its servers on this machine; None: the only one. Or
             ``HOST:PORT``, the address of its coordinator: ``--rendezvous`` of ``tensorwire run``. The secret is then
             that in ``TENSORWIRE_SECRET_FILE``; processes that were started by the job's have it without.
-        number: Which of the job's optimizers with ``publish=``, in the order of their construction.
+        number: Which of what the job publishes: optimizers with ``publish=`` in the order of their construction, and
+            each `KeyValue` and `StoreEmbedding` from its first ``publish()`` on.
         timeout: Seconds to wait for the job, and for the job to have it.
 
     Returns:
@@ -47,7 +47,7 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
         ArgumentError: There is no such job, or several; or ``job`` or the environment is wrong.
         AuthenticationError: The job has another secret.
         PeerLost: Nobody answers at that address.
-        WaitTimeout: The job has no such optimizer within ``timeout`` seconds.
+        WaitTimeout: The job publishes nothing of that number within ``timeout`` seconds.
         JobEnded: The job ended meanwhile.
     """
     address, secret = _find(job, timeout)
@@ -57,7 +57,8 @@ def connect(job: str | None = None, *, number: int = 0, timeout: float = 60.0) -
             found = find_numbered(member, number, timeout)
         except WaitTimeout:
             raise WaitTimeout(
-                f"the job has no optimizer with publish= of number {number} after {timeout:g} s: is it constructed?"
+                f"the job publishes no versions of number {number} after {timeout:g} s: is the optimizer with publish= "
+                "constructed, or publish() of the keys called?"
             ) from None
         layout = _layout(member, found.store)
         source: Source
@@ -108,4 +109,4 @@ def _layout(member: Member, store: str) -> VersionLayout:
     packed = member.client.lookup(store, owner="worker 0")
     spec = msgspec.msgpack.decode(packed, type=StoreSpec)
     plan = spec.plan(member.client.welcome.servers)
-    return VersionLayout(plan, by_bucket=not isinstance(spec.mode, Sync))
+    return VersionLayout(plan, by_bucket=spec.by_bucket)

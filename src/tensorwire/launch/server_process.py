@@ -35,6 +35,7 @@ from tensorwire.store.store_layout import FunctionsSpec, StoreSpec
 
 if TYPE_CHECKING:
     from tensorwire.store.key_server import KeyServer
+    from tensorwire.store.request_store import RequestStore
     from tensorwire.store.row_server import RowServer
     from tensorwire.store.server import StoreServer
     from tensorwire.store.server_state import Asks
@@ -146,23 +147,45 @@ def _asks(member: Member, name: str, shard: int, server: StoreServer | KeyServer
 
 
 def _add(member: Member, name: str, spec: StoreSpec, requests: RequestServer, start: _Start) -> None:
-    """Makes a store of keys or rows, which the threads of requests serve from then on."""
-    from tensorwire.store.key_server import KeyServer
+    """Makes a store of keys or rows, or what publishes some, which the threads of requests serve from then on."""
     from tensorwire.store.request_link import store_number
-    from tensorwire.store.row_server import RowServer
 
     requests.begin()
+    server, close = _publish(member, name, spec, requests) if spec.parts else _make(member, name, spec)
+
+    def end() -> None:
+        close()
+        _forget(member, name)
+
+    requests.add(store_number(name), server, lambda: start(f"{name} end", end))
+
+
+def _make(member: Member, name: str, spec: StoreSpec) -> tuple[RequestStore, Callable[[], None]]:
+    from tensorwire.store.key_server import KeyServer
+    from tensorwire.store.row_server import RowServer
+
     kind = RowServer if spec.table else KeyServer
     server = kind(member, name, spec, member.client.welcome.workers, member.client.welcome.servers)
     _limit_threads()
     asks = _asks(member, name, member.index, server)
 
-    def end() -> None:
+    def close() -> None:
         server.close()
         asks.close()
-        _forget(member, name)
 
-    requests.add(store_number(name), server, lambda: start(f"{name} end", end))
+    return server, close
+
+
+def _publish(
+    member: Member, name: str, spec: StoreSpec, requests: RequestServer
+) -> tuple[RequestStore, Callable[[], None]]:
+    from tensorwire.store.published_keys import PublishedKeys
+    from tensorwire.store.request_link import store_number
+
+    welcome = member.client.welcome
+    stores = [requests.store(store_number(part)) for part in spec.parts]
+    server = PublishedKeys(member, name, spec, welcome.workers, welcome.servers, stores)
+    return server, server.close
 
 
 def _start(threads: list[threading.Thread], name: str, call: Callable[..., None], *arguments: object) -> None:
@@ -211,7 +234,7 @@ def serve(member: Member) -> None:
             try:
                 if isinstance(spec, FunctionsSpec):
                     start(name, _serve_functions, member, name, spec)
-                elif spec.keys or spec.table:
+                elif spec.keys or spec.table or spec.parts:
                     _add(member, name, spec, requests, start)
                 else:
                     start(name, _serve_shards, member, name, spec)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tensorwire._native import gather
 from tensorwire.control import Member
@@ -29,10 +30,11 @@ from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import is_due, may_read
 from tensorwire.store.server_state import take_state
-from tensorwire.store.sharding import PAGE
+from tensorwire.store.sharding import PAGE, Bucket
 from tensorwire.store.store_layout import StoreSpec
 
 _PATIENCE = 60.0  # between looks at the job while worker 0 sets the first values
+_NOT_OF_KEYS = (RequestOperation.CHANGES, RequestOperation.IDLE, RequestOperation.CUT)
 
 
 class _Contribution(NamedTuple):
@@ -100,8 +102,8 @@ class KeyServer(RequestStore):
 
     def _check(self, peer: _Peer, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
-        most, of_rows = len(self._buckets), request.operation in (RequestOperation.CHANGES, RequestOperation.IDLE)
-        if of_rows or len(request.options) != self.option_bytes or max(request.numbers, default=-1) >= most:
+        most, strange = len(self._buckets), request.operation in _NOT_OF_KEYS
+        if strange or len(request.options) != self.option_bytes or max(request.numbers, default=-1) >= most:
             raise ProtocolError(f"{peer.name} sent a request that does not fit {self.name} of {most} buckets")
 
     def _set(self, peer: _Peer, request: Request) -> None:
@@ -115,6 +117,7 @@ class KeyServer(RequestStore):
         else:
             for index in request.numbers:
                 with self._buckets[index].lock:
+                    self.before_write((index,))
                     self.rule.assign(index, peer.slots[index], 0)
                     if self.together:
                         peer.answer(index)
@@ -131,6 +134,7 @@ class KeyServer(RequestStore):
             bucket = self._buckets[index]
             peer.decode(index)
             with bucket.lock:
+                self.before_write((index,))
                 self.rule.update(index, (peer.pushes[index],), request.options)
                 bucket.version += 1
                 bucket.clocks[peer.index] += 1
@@ -163,6 +167,7 @@ class KeyServer(RequestStore):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.peer.index), []
         peers = [each.peer for each in here]
+        self.before_write((index,))
         self.rule.update(index, [peer.pushes[index] for peer in peers], here[0].options)
         bucket.version += 1
         counters.add(merged=len(peers))
@@ -223,6 +228,14 @@ class KeyServer(RequestStore):
             for each in self._buckets if bucket is None else self._buckets[bucket : bucket + 1]:
                 held.enter_context(each.lock)
             yield
+
+    def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
+        """As `RequestStore`."""
+        return self.values[bucket.index]
+
+    def updates(self, bucket: int) -> int:
+        """As `RequestStore`."""
+        return self._buckets[bucket].version
 
 
 class _Peer(RequestPeer):

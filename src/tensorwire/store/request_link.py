@@ -52,6 +52,7 @@ class RequestOperation(IntEnum):
     LOAD = 7  # worker 0: its state becomes the rule's
     IDLE = 8  # of rows: this worker takes no part in rounds until all are idle
     FINISH = 9  # this worker is done
+    CUT = 10  # worker 0: the values of these stores become a version for readers
 
 
 WORKER_0 = (RequestOperation.ASSIGN, RequestOperation.READY, RequestOperation.LOAD)  # what it alone may ask

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from tensorwire.control import Member
-from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
 from tensorwire.store.request_link import DEPTH, Request, RequestInbox, RequestOperation
 from tensorwire.store.request_store import RequestStore
 
@@ -46,6 +46,13 @@ class RequestServer:
             self._stores[number], self._ends[number] = store, end
             self._open[number] = set(range(self._workers))
             self._changed.notify_all()
+
+    def store(self, number: int) -> RequestStore:
+        """That of this number. Raises `ProtocolError` where there is none."""
+        with self._changed:
+            if number not in self._stores:
+                raise ProtocolError(f"worker 0 names store {number}, which this server does not have")
+            return self._stores[number]
 
     def _run(self, inbox: RequestInbox) -> None:
         try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
@@ -16,7 +20,9 @@ from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.request_link import Request, RequestOperation
 from tensorwire.store.rounds import Members
+from tensorwire.store.sharding import Bucket
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.versions.snapshots import Snapshots
 
 
 class RequestPeer:
@@ -47,9 +53,15 @@ class RequestPeer:
 
 
 class RequestStore:
-    """A store ``name`` of ``member``, a server, that workers send requests to. Checks its versions first."""
+    """A store ``name`` of ``member``, a server, that workers send requests to. Checks its versions first.
+
+    Attributes:
+        snapshots: Where buckets are kept for readers, if these get versions of it; its own follow ``first_bucket``.
+    """
 
     peers: Sequence[RequestPeer]
+    snapshots: Snapshots | None = None
+    first_bucket = 0
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int) -> None:
         check_versions(spec.versions, spec.rule, member.name)
@@ -66,6 +78,29 @@ class RequestStore:
         Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
         """
         raise NotImplementedError
+
+    # ---- versions for readers, of stores that have values
+
+    def at_rest(self, bucket: int | None = None) -> AbstractContextManager[object]:
+        """Inside it no round of a bucket closes, or no round at all."""
+        raise NotImplementedError
+
+    def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
+        """The values of a bucket, in their memory."""
+        raise NotImplementedError
+
+    def updates(self, bucket: int) -> int:
+        """How many updates a bucket has had."""
+        raise NotImplementedError
+
+    def before_write(self, buckets: Iterable[int]) -> None:
+        """Buckets are about to change. The caller keeps others from them."""
+        snapshots = self.snapshots  # another thread may take it away
+        if snapshots is not None:
+            for bucket in buckets:
+                snapshots.before_write(self.first_bucket + bucket)
+
+    # ---- the rest
 
     def check_worker_0(self, peer: RequestPeer, operation: RequestOperation) -> None:
         """Raises `ProtocolError` where another worker asks for what is for worker 0."""

@@ -10,14 +10,17 @@ of `ANSWERS` such places: no more are on their way from a server, so that it fil
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError
 from tensorwire.sizes import round_up
 from tensorwire.store.request_link import Request, RequestOperation
+from tensorwire.store.sharding import Bucket, ParameterSpec, Piece, StorePlan, check_plan
 
 Array = np.ndarray[Any, Any]
 BLOCK = 1024  # rows: where tables are cut, and what is drawn from one seed
@@ -61,6 +64,36 @@ def divide(rows: int, servers: int) -> list[int]:
     if share > BLOCK:
         share = round_up(share, BLOCK)
     return [min(rows, share * server) for server in range(servers)] + [rows]
+
+
+def plan_rows(table: ParameterSpec, servers: int, bucket_bytes: int) -> StorePlan:
+    """The plan of a table: each server has the rows that `divide` gives it, and a bucket has whole rows.
+
+    Raises as `make_plan`.
+    """
+    check_plan([table], servers, servers, bucket_bytes)
+    starts = divide(table.shape[0], servers)
+    elements = table.elements // table.shape[0]
+    row = elements * DTYPES[table.dtype]
+    most = rows_of_bucket(row, bucket_bytes)
+    buckets: list[list[Bucket]] = []
+    count = 0
+    for server, (start, end) in enumerate(pairwise(starts)):
+        mine = []
+        for index, first in enumerate(range(start, end, most)):
+            stop = min(first + most, end)
+            piece = Piece(0, first * elements, stop * elements, 0)
+            nbytes = (stop - first) * row
+            mine.append(Bucket(count, server, server, index, first * row, (first - start) * row, nbytes, (piece,)))
+            count += 1
+        buckets.append(mine)
+    shards = tuple((end - start) * row for start, end in pairwise(starts))
+    return StorePlan(servers, (table,), (0,), table.nbytes, shards, tuple(map(tuple, buckets)))
+
+
+def rows_of_bucket(row_bytes: int, bucket_bytes: int) -> int:
+    """How many rows a bucket of a table has."""
+    return max(1, bucket_bytes // row_bytes)
 
 
 class RowPlaces:

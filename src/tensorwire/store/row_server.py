@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tensorwire._native import take_rows
 from tensorwire.control import Member
@@ -22,11 +23,13 @@ from tensorwire.store.admission import check_memory
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import divisor, is_due, may_read
-from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, RowRequest, divide, merge
+from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, RowRequest, divide, merge, rows_of_bucket
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
+from tensorwire.store.sharding import Bucket
 from tensorwire.store.store_layout import StoreSpec
 
+_NOT_OF_ROWS = (RequestOperation.PUSHPULL, RequestOperation.CUT)
 _Rows = tuple[Array, Array]  # numbers and rows
 
 
@@ -52,12 +55,13 @@ class RowServer(RequestStore):
         self._clocks = dict.fromkeys(range(workers), 0)  # pushes so far
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
+        self._rows_of_bucket = rows_of_bucket(tensor.nbytes // tensor.shape[0], spec.bucket_bytes)
         self._ready = False
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`. A request waits for what other workers do; with it, what has waited for it is done."""
         with self._lock:
-            if len(request.options) != self.option_bytes or request.operation is RequestOperation.PUSHPULL:
+            if len(request.options) != self.option_bytes or request.operation in _NOT_OF_ROWS:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
             self.peers[worker].take(request)
             served = True
@@ -101,6 +105,7 @@ class RowServer(RequestStore):
         if request.operation is RequestOperation.LOAD:
             take_state(self.member, self.name, self.member.index, request.number, self.rule)
         elif request.rows is not None:
+            self._keep(request.indices)
             self.values[request.indices] = request.rows
             self._mark(request.indices)
         else:
@@ -143,12 +148,19 @@ class RowServer(RequestStore):
         if self.together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
             by = divisor(self.members, here.keys(), "mean") if self.table.followed else len(given)
             rows = rows if by == 1 else rows / np.array(by, rows.dtype)
+        self._keep(indices)
         self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
         self._mark(indices)
         self._version += 1
         pushes = [(worker, self._clocks[worker]) for worker in here]
         alike = len(pushes)
         self.fates.closed(0, self._version, pushes, [1 / alike] * alike, [0] * alike, alone=not self.together)
+
+    def _keep(self, indices: Array) -> None:
+        """These rows are about to change."""
+        snapshots = self.snapshots
+        if snapshots is not None and snapshots.filling:
+            self.before_write(np.unique(indices // self._rows_of_bucket).tolist())
 
     def _mark(self, indices: Array) -> None:
         if self.table.followed:
@@ -171,6 +183,14 @@ class RowServer(RequestStore):
     def at_rest(self, part: int | None = None) -> contextlib.AbstractContextManager[object]:
         """Inside it no round closes."""
         return self._lock
+
+    def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
+        """As `RequestStore`."""
+        return self.values.reshape(-1).view(np.uint8)[bucket.shard : bucket.shard + bucket.nbytes]
+
+    def updates(self, bucket: int) -> int:
+        """As `RequestStore`."""
+        return self._version
 
 
 class _Peer(RequestPeer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
@@ -17,12 +20,12 @@ from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.server_state import take_state
-from tensorwire.store.sharding import StorePlan
+from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, StoreSpec, inbox
 from tensorwire.store.versions.cuts import CUT_BYTES
 from tensorwire.store.versions.publisher import Publisher
-from tensorwire.store.versions.snapshots import Moments, ShardMemory, Snapshots
+from tensorwire.store.versions.snapshots import Moments, ShardValues, Snapshots
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -138,10 +141,9 @@ class Shard:
         self._snapshots: Snapshots | None = None
         self._publisher: Publisher | None = None
         if spec.publish is not None and index == 0:
-            own = not isinstance(spec.mode, Sync)
             first = self.workers[0]
             self._publisher = Publisher(
-                member, name, self.plan, spec.publish.buffers, first.grant, first.asked, by_bucket=own
+                member, name, self.plan, spec.publish.buffers, first.grant, first.asked, by_bucket=spec.by_bucket
             )
 
     def head(self, worker: WorkerLink, step: int) -> StepHeader:
@@ -157,9 +159,13 @@ class Shard:
         """From now on cuts are kept for readers, if these get versions. ``moments``: as for `Snapshots`."""
         if self.spec.publish is None:
             return
-        memory = ShardMemory(memoryview(self.parameters), self.plan.shard_bytes[self.index], self.spec.buffers)
         count, cuts = self.spec.publish.buffers, self.workers[0].cuts
-        self._snapshots = Snapshots(self.member, self.name, self.plan, self.index, memory, count, cuts, moments)
+        values = ShardValues(self._bytes_of, self.spec.buffers)
+        self._snapshots = Snapshots(self.member, self.name, self.plan, self.index, values, count, cuts, moments)
+
+    def _bytes_of(self, buffer: int, bucket: Bucket) -> npt.NDArray[np.uint8]:
+        at = buffer * self.plan.shard_bytes[self.index] + bucket.shard
+        return np.asarray(memoryview(self.parameters)[at : at + bucket.nbytes])
 
     def before_round(self, round: int) -> None:
         """All workers' heads of a common round are there."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -164,6 +164,35 @@ class StorePlan:
         return sum(self.shard_bytes[server :: self.servers]) * (buffers + workers)
 
 
+def joined(plans: Sequence[StorePlan]) -> StorePlan:
+    """Plans with a shard a server, as one: in its spaces and shards the tensors of a plan follow those of the last."""
+    servers = plans[0].servers
+    tensors: list[ParameterSpec] = []
+    offsets: list[int] = []
+    buckets: list[list[Bucket]] = [[] for _ in range(servers)]
+    shard_bytes, space, count = [0] * servers, 0, 0
+    for plan in plans:
+        for server, mine in enumerate(plan.buckets):
+            for b in mine:
+                pieces = tuple(replace(piece, tensor=len(tensors) + piece.tensor) for piece in b.pieces)
+                here = Bucket(
+                    count + b.number,
+                    server,
+                    server,
+                    len(buckets[server]),
+                    space + b.space,
+                    shard_bytes[server] + b.shard,
+                    b.nbytes,
+                    pieces,
+                )
+                buckets[server].append(here)
+        offsets += [space + offset for offset in plan.offsets]
+        tensors += plan.tensors
+        shard_bytes = [mine + more for mine, more in zip(shard_bytes, plan.shard_bytes, strict=True)]
+        space, count = space + plan.space_bytes, count + sum(map(len, plan.buckets))
+    return StorePlan(servers, tuple(tensors), tuple(offsets), space, tuple(shard_bytes), tuple(map(tuple, buckets)))
+
+
 class _Builder:
     def __init__(self, servers: int, shards: int, bucket_bytes: int) -> None:
         self.servers = servers
@@ -214,7 +243,7 @@ def make_plan(
     have; `Unsupported` for a dtype.
     """
     count = servers if shards is None else shards
-    _check(tensors, servers, count, bucket_bytes)
+    check_plan(tensors, servers, count, bucket_bytes)
     build = _Builder(servers, count, bucket_bytes)
     offsets = [0] * len(tensors)
     big = [] if whole or count == 1 else [i for i, t in enumerate(tensors) if t.nbytes >= count * bucket_bytes]
@@ -234,7 +263,8 @@ def make_plan(
     return StorePlan(servers, tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shard_bytes, buckets)
 
 
-def _check(tensors: Sequence[ParameterSpec], servers: int, shards: int, bucket_bytes: int) -> None:
+def check_plan(tensors: Sequence[ParameterSpec], servers: int, shards: int, bucket_bytes: int) -> None:
+    """Raises as `make_plan`."""
     if servers < 1:
         raise ArgumentError("a store needs at least one server")
     if isinstance(shards, bool) or not isinstance(shards, int) or not servers <= shards <= MOST_SHARDS:

@@ -27,7 +27,7 @@ from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
 from tensorwire.store.store_end import StoreEnd
 from tensorwire.store.store_layout import Outbox, StoreSpec, inbox
-from tensorwire.store.versions.cuts import CUT_BYTES, Cut, first_grant, granted_buffer, held
+from tensorwire.store.versions.cuts import CUT_BYTES, Cut, await_grant
 
 _TILE = 2 << 20
 
@@ -464,14 +464,9 @@ class StoreClient(StoreEnd):
         counter; None: it was left out. Raises as ``wait``.
         """
         counter, publisher = self.published + 1, self.servers[0]
-        self._wait(publisher, partial(publisher.grant.wait, held(counter)))
-        buffer = granted_buffer(publisher.grant.value, counter)
+        buffer = await_grant(publisher.grant, counter, partial(self._wait, publisher), patient=wait)
         if buffer is None:
-            if not wait:
-                return None
-            self._wait(publisher, partial(publisher.grant.wait, first_grant(counter)))
-            buffer = granted_buffer(publisher.grant.value, counter)
-        assert buffer is not None
+            return None
         with self.course.unit(f"version {counter} of {self.name}"):
             block = Cut(counter, buffer, self.step, run, step).pack()
             for server in self.servers:

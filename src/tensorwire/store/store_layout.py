@@ -12,8 +12,8 @@ from tensorwire.sizes import round_up, size_text
 from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.request_link import MOST_OPTIONS, WORD
-from tensorwire.store.row_layout import TableSpec
-from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
+from tensorwire.store.row_layout import TableSpec, plan_rows
+from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, joined, make_plan
 from tensorwire.store.step_header import header_bytes
 from tensorwire.store.versions.cuts import CUT_BYTES
 from tensorwire.store.versions.every import PublishSpec
@@ -42,7 +42,8 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     they stand for the parameters that each computes on; the last tensor, of float64, says of which others a worker has
     a gradient, and is not coded. ``shards``: into how many the space is divided, which servers take in turn; None: one
     per server. ``overlap``: the next forward runs while a round goes on, so what it needs first goes first.
-    ``publish``: readers get versions of it.
+    ``publish``: readers get versions of it. ``parts``: it has no tensors of its own, and readers get versions of these
+    stores of keys and of rows, by name, together.
     """
 
     versions: str
@@ -66,14 +67,24 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     shards: int | None = None
     overlap: bool = False
     publish: PublishSpec | None = None
+    parts: dict[str, StoreSpec] = {}
 
     @property
     def mode(self) -> Mode:
         """The training mode."""
         return mode_of(self.mode_settings)
 
+    @property
+    def by_bucket(self) -> bool:
+        """Whether buckets of one version that readers get may have different numbers of updates."""
+        return bool(self.parts) or not isinstance(self.mode, Sync)
+
     def plan(self, servers: int) -> StorePlan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none, or cannot be coded."""
+        if self.parts:
+            return joined([part.plan(servers) for part in self.parts.values()])
+        if self.table is not None:
+            return plan_rows(self.tensors[0], servers, self.bucket_bytes)
         if self.compression:
             check_dtypes(self.tensors[:-1] if self.alike else self.tensors)
         return make_plan(

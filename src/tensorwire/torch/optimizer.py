@@ -26,6 +26,7 @@ from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.versions.every import Every, PublishSpec, parse_publish
 from tensorwire.store.versions.listing import ReaderState, list_versions
+from tensorwire.store.versions.publishing import Publishing
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import (
@@ -45,7 +46,6 @@ from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import StoreSettings
-from tensorwire.torch.publishing import Publishing
 from tensorwire.torch.state import SavedState
 from tensorwire.torch.stepping import Stepping
 
@@ -180,7 +180,7 @@ class StoreOptimizer(OptimizerState):
         if origin.state is not None:
             self.load_state_dict(origin.state)
         if every is not None:
-            self._publishing = Publishing(self._worker, every, lambda: this._client)
+            self._publishing = Publishing(self._worker.rank, every, lambda: this._client)
             self._publishing.publish()
 
     # ---- a step

@@ -14,6 +14,7 @@ from tensorwire.launch import Worker
 from tensorwire.store.course import Course
 from tensorwire.store.modes import Local, Sync
 from tensorwire.store.rule_names import is_foreign
+from tensorwire.store.versions.publishing import Publishing
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import check_parameters, largest_norm, named_group
 from tensorwire.torch.layout import build
@@ -24,7 +25,6 @@ from tensorwire.torch.origin import Origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import Part, StoreSettings
-from tensorwire.torch.publishing import Publishing
 from tensorwire.torch.roots import named_parameters, with_names
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.stepping import Stepping

@@ -12,19 +12,22 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.keyvalue.key_versions import KeyVersions, PublishedCalls, publishing_of
 from tensorwire.keyvalue.row_sums import RowSums
 from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
 from tensorwire.keyvalue.served_rows import ServedRows
 from tensorwire.launch import current_worker
 from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.request_client import RequestClient
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
+from tensorwire.store.versions.every import Every
 
 # By their numbers, because all workers push in the same order.
 _embeddings: weakref.WeakValueDictionary[int, StoreEmbedding] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class StoreEmbedding(ServedRows, torch.nn.Module):
+class StoreEmbedding(ServedRows, PublishedCalls, torch.nn.Module):
     """An embedding whose table no worker has to hold: rows are pulled in forward, their gradients pushed by a step.
 
     ::
@@ -55,6 +58,8 @@ class StoreEmbedding(ServedRows, torch.nn.Module):
         scale: The standard deviation of ``"normal"``, the bound of ``"uniform"``.
         seed: From which they are drawn; None: torch's initial seed of worker 0.
         dtype: torch.float32 or torch.float64.
+        publish: Whether other processes get versions of the table, as files: True, or ``tw.store.Every(buffers=)``.
+            Each call of `publish` makes one. ``tw.store.connect()`` reads them, also some rows.
         **options: Options of the optimizer, such as ``lr``; `set_options` changes them.
 
     Attributes:
@@ -82,10 +87,12 @@ class StoreEmbedding(ServedRows, torch.nn.Module):
         scale: float = 1.0,
         seed: int | None = None,
         dtype: torch.dtype = torch.float32,
+        publish: Every | bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         worker = current_worker()
+        every = publishing_of(publish)
         check_embedding({"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}, reduce, scale)
         rule = getattr(optimizer, "__name__", "")
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule) is not optimizer:
@@ -107,6 +114,7 @@ class StoreEmbedding(ServedRows, torch.nn.Module):
             options=options,
             reduce=reduce,
         )
+        self._versions = KeyVersions(worker, self._table.calls, every)
         self._sums = RowSums(worker, self._table, repr(self))
         self.anchor = torch.nn.Parameter(torch.zeros(1))
         self._seen: tuple[torch.Tensor, int] | None = None  # its gradient and the version of that, after backward
@@ -186,6 +194,15 @@ class StoreEmbedding(ServedRows, torch.nn.Module):
             ArgumentError: The optimizer was not given this option, or the value is not a number.
         """
         self._table.set_options(**options)
+
+    def _published(self) -> list[RequestClient]:
+        return [self._table.client]
+
+    def _complete(self) -> None:
+        self._table.wait()
+
+    def _loaded(self) -> None:
+        self._versions.loaded()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Nothing of it is a model's state."""

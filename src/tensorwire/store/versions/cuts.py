@@ -8,11 +8,14 @@ With a grant worker 0 makes a *cut*: it tells every shard to put the state that 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from tensorwire.edge import Word
 from tensorwire.errors import ProtocolError
 
 _CUT = struct.Struct("<4sIQQQQ")  # magic, buffer, counter, round, run, step
@@ -41,8 +44,10 @@ class Cut:
         return _CUT.pack(_MAGIC, self.buffer, self.counter, self.round, self.run, self.step)
 
 
-def unpack_cut(block: memoryview) -> Cut:
+def unpack_cut(block: memoryview | bytes) -> Cut:
     """Raises `ProtocolError` for anything but what `Cut.pack` made."""
+    if len(block) < CUT_BYTES:
+        raise ProtocolError("a worker's cut is cut off")
     magic, buffer, counter, round, run, step = _CUT.unpack_from(block)
     if magic != _MAGIC:
         raise ProtocolError("a worker's cut is malformed")
@@ -59,15 +64,25 @@ def held(counter: int) -> int:
     return counter * _STEPS
 
 
-def first_grant(counter: int) -> int:
-    """The least that the word is when version ``counter`` is granted."""
-    return counter * _STEPS + _GRANTED
-
-
-def granted_buffer(word: int, counter: int) -> int | None:
+def _granted_buffer(word: int, counter: int) -> int | None:
     """The buffer that the word grants to version ``counter``; None: none yet."""
-    at = word - first_grant(counter)
+    at = word - granted(counter, 0)
     return at if 0 <= at < _STEPS - _GRANTED else None
+
+
+def await_grant(
+    grant: Word, counter: int, wait: Callable[[Callable[[float], object]], None], *, patient: bool
+) -> int | None:
+    """Worker 0: the buffer for version ``counter``; None: readers hold all, and it is not ``patient``.
+
+    ``wait(call)`` waits by ``call(seconds)``, as this worker waits for answers.
+    """
+    wait(partial(grant.wait, held(counter)))
+    buffer = _granted_buffer(grant.value, counter)
+    if buffer is None and patient:
+        wait(partial(grant.wait, granted(counter, 0)))
+        buffer = _granted_buffer(grant.value, counter)
+    return buffer
 
 
 def report_bytes(buckets: int) -> int:

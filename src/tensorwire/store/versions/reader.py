@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ _CAUSE_SECONDS = 1.0  # that the job's end may come after the end of its version
 
 
 class Reader:
-    """Reads versions of the parameters of one optimizer with ``publish=``. `connect` makes one.
+    """Reads versions of what an optimizer, or a `KeyValue`, with ``publish=`` has. `connect` makes one.
 
     Use it from one thread at a time. A context manager.
 
@@ -121,7 +122,10 @@ class Reader:
         return found
 
     def ask(self) -> None:
-        """Asks the training for a version: worker 0 makes one after its next ``step()``, whatever ``publish=`` says."""
+        """Asks the training for a version: worker 0 makes one after its next ``step()``, whatever ``publish=`` says.
+
+        Of keys and rows, at its next ``publish(if_asked=True)``.
+        """
         self._check_open()
         self._member.client.tell(PUBLISHER, topic(self._store, "ask"), b"")
 
@@ -141,6 +145,7 @@ class Reader:
         *,
         names: Iterable[str] | None = None,
         slices: Mapping[str, Sequence[slice]] | None = None,
+        rows: Mapping[str, Any] | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         timeout: float = 600.0,
     ) -> tuple[Version, dict[str, torch.Tensor]]:
@@ -149,8 +154,10 @@ class Reader:
         Args:
             min_version: The counter that the version has at least. None: one more than that of the last version that
                 was committed, or the newest.
-            names: Which tensors; None: those in ``into`` or ``slices``, or all.
+            names: Which tensors; None: those in ``into``, or in ``slices`` and ``rows``, or all.
             slices: By name: a slice of step 1 for each of the first dimensions.
+            rows: By name: numbers of rows, such as those of a table, as a list or an array of one dimension. What is
+                read of ``tensor`` is then ``tensor[numbers]``.
             into: By name: contiguous tensors on the CPU of the dtype and shape of what is read.
             timeout: Seconds to wait for the version.
 
@@ -158,18 +165,18 @@ class Reader:
             The version, and the tensors by name: those of ``into``, or new ones.
 
         Raises:
-            ArgumentError: There is no such tensor, or slices or ``into`` do not fit. Nothing was read.
+            ArgumentError: There is no such tensor, or slices, rows or ``into`` do not fit. Nothing was read.
             VersionExpired: This process was stopped for too long while it read.
             WaitTimeout: There is no such version in time.
             JobEnded: The job ended.
         """
         if into is not None and names is None:
             names = [*into]
-        selection = self._select(names, slices)
+        selection = self._select(names, slices, rows)
         if into is None:
             memory = np.empty(selection.nbytes, np.uint8)
             return self._read([(selection, memory)], min_version, timeout, keep=False), views(memory, selection)
-        return self._read(self._fit(selection, slices, into), min_version, timeout), dict(into)
+        return self._read(self._fit(selection, slices, rows, into), min_version, timeout), dict(into)
 
     def _read(self, wanted: Wanted, min_version: int | None, timeout: float, *, keep: bool = True) -> Version:
         with contextlib.closing(self._open(min_version, timeout)) as opened, self._explained():
@@ -352,15 +359,23 @@ class Reader:
             f"version {opened.manifest.counter} came when {least} had been there: versions never go back"
         )
 
-    def _select(self, names: Iterable[str] | None, slices: Mapping[str, Sequence[slice]] | None) -> Selection:
+    def _select(
+        self, names: Iterable[str] | None, slices: Mapping[str, Sequence[slice]] | None, rows: Mapping[str, Any] | None
+    ) -> Selection:
         chosen = None if names is None else tuple(names)
+        if rows:  # others each time
+            return select(self._layout.held, chosen, slices, rows)
         key = chosen, None if slices is None else repr(sorted(slices.items(), key=lambda item: item[0]))
         if key not in self._selections:
             self._selections[key] = select(self._layout.held, chosen, slices)
         return self._selections[key]
 
     def _fit(
-        self, selection: Selection, slices: Mapping[str, Sequence[slice]] | None, into: Mapping[str, torch.Tensor]
+        self,
+        selection: Selection,
+        slices: Mapping[str, Sequence[slice]] | None,
+        rows: Mapping[str, Any] | None,
+        into: Mapping[str, torch.Tensor],
     ) -> list[tuple[Selection, Bytes]]:
         """By tensor, what is read into it."""
         wanted = []
@@ -376,7 +391,8 @@ class Reader:
                 )
             if not tensor.is_cpu or not tensor.is_contiguous():
                 raise ArgumentError(f"into[{name!r}] must be contiguous, and on the CPU")
-            part = self._select([name], None if slices is None or name not in slices else {name: slices[name]})
+            of_it = [{name: given[name]} if given and name in given else None for given in (slices, rows)]
+            part = self._select([name], *of_it)
             wanted.append((part, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
         return wanted
 

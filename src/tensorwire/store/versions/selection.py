@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
@@ -49,21 +52,30 @@ def select(
     held: Mapping[str, FileTensor],
     names: Iterable[str] | None = None,
     slices: Mapping[str, Sequence[slice]] | None = None,
+    rows: Mapping[str, object] | None = None,
 ) -> Selection:
-    """What to read for some tensors, or parts of them. ``names``: which; None: all, or those in ``slices``.
+    """What to read for some tensors, or parts of them. ``names``: which; None: all, or those with parts.
 
-    Raises `ArgumentError` for a name that the version does not have, and for slices that do not fit.
+    ``slices``: by name, of the first dimensions. ``rows``: by name, the numbers of parts ``tensor[number]``.
+
+    Raises `ArgumentError` for a name that the version does not have, and for slices or rows that do not fit.
     """
-    slices = slices or {}
-    wanted = list(names) if names is not None else list(slices or held)
-    if strange := sorted({*wanted, *slices} - held.keys()):
+    slices, rows = slices or {}, rows or {}
+    parts = [*slices, *rows]
+    wanted = list(names) if names is not None else list(parts or held)
+    if strange := sorted({*wanted, *parts} - held.keys()):
         raise ArgumentError(f"the version has no tensor {strange[0]!r}")
+    if both := sorted(slices.keys() & rows.keys()):
+        raise ArgumentError(f"{both[0]!r} has slices and rows: give one of them")
     tensors: dict[str, Chosen] = {}
     spans: list[ReadSpan] = []
     end = 0
     for name in sorted(wanted, key=lambda name: held[name].start):
         end = round_up(end, ALIGNMENT)
-        shape, found = _spans(name, held[name], slices.get(name, ()), end)
+        if name in rows:
+            shape, found = _row_spans(name, held[name], rows[name], end)
+        else:
+            shape, found = _spans(name, held[name], slices.get(name, ()), end)
         tensors[name] = Chosen(held[name].dtype, shape, end)
         spans += found
         end += sum(span.nbytes for span in found)
@@ -77,6 +89,20 @@ def _spans(name: str, held: FileTensor, slices: Sequence[slice], memory: int) ->
     rows = runs(chosen, torch.empty_like(chosen, memory_format=torch.contiguous_format))
     assert rows is not None
     return tuple(chosen.shape), [ReadSpan(held.start + of, memory + to, n) for of, to, n in rows.tolist()]
+
+
+def _row_spans(name: str, held: FileTensor, given: object, memory: int) -> tuple[tuple[int, ...], list[ReadSpan]]:
+    """The same of some rows, in the order in which they are given."""
+    numbers = np.asarray(given)
+    if not held.shape or numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ArgumentError(
+            f"{name!r} {list(held.shape)}: rows are given by a list of whole numbers, not {given!r:.100}"
+        )
+    if strange := numbers[(numbers < 0) | (numbers >= held.shape[0])][:1].tolist():
+        raise ArgumentError(f"{name!r} has rows 0 to {held.shape[0] - 1}, and no row {strange[0]}")
+    size = math.prod(held.shape[1:]) * DTYPES[held.dtype]
+    places = enumerate((held.start + numbers.astype(np.int64) * size).tolist() if size else ())
+    return (len(numbers), *held.shape[1:]), [ReadSpan(file, memory + n * size, size) for n, file in places]
 
 
 def _ranges(name: str, held: FileTensor, slices: Sequence[slice]) -> list[range]:

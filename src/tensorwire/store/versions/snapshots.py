@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tensorwire._native import copy_is_large, gather
@@ -22,7 +23,7 @@ from tensorwire.edge import Consumer, Producer
 from tensorwire.errors import JobEnded, PeerLost, RegionClosed, WaitTimeout
 from tensorwire.observe import counters, failpoints
 from tensorwire.store.endpoints import find
-from tensorwire.store.sharding import StorePlan
+from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.versions.cuts import Cut, CutReport, report_bytes, unpack_cut
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.shard_parts import Rooms, find_parts
@@ -31,16 +32,15 @@ from tensorwire.store.versions.version_layout import VersionLayout
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
 
 
-class ShardMemory(NamedTuple):
-    """A shard's parameters, ``buffers`` times one behind the other: those of round ``n`` at ``n % buffers``."""
+class ShardValues(NamedTuple):
+    """A shard's parameters, ``buffers`` times: ``of(n % buffers, bucket)`` has the bytes of a bucket in round ``n``."""
 
-    parameters: memoryview
-    nbytes: int
-    buffers: int
+    of: Callable[[int, Bucket], npt.NDArray[np.uint8]]
+    buffers: int = 1
 
 
 class Moments(NamedTuple):
-    """Of a mode without common rounds: ``at_rest()``, in which no bucket changes, and the updates that a bucket had."""
+    """Where there are no common rounds: ``at_rest()``, in which no bucket changes, and the updates that one had."""
 
     at_rest: Callable[[], AbstractContextManager[object]]
     updates: Callable[[int], int]
@@ -61,9 +61,9 @@ class Snapshots:
         name: The store's name.
         plan: Its plan.
         shard: The number of the shard.
-        memory: The shard's parameters.
+        values: The shard's parameters.
         count: How many snapshot buffers there are.
-        cuts: The cuts, from worker 0.
+        cuts: The cuts, from worker 0. None: whoever has one calls `take`.
         moments: None where all workers have their rounds together.
 
     Raises:
@@ -76,21 +76,25 @@ class Snapshots:
         name: str,
         plan: StorePlan,
         shard: int,
-        memory: ShardMemory,
+        values: ShardValues,
         count: int,
-        cuts: Consumer,
+        cuts: Consumer | None,
         moments: Moments | None,
     ) -> None:
         self._member, self._cuts, self._moments = member, cuts, moments
-        self._shard, self._rounds, self._large = shard, memory.buffers, copy_is_large(memory.nbytes)
-        self._buckets = len(plan.buckets[shard])
+        buckets, nbytes = plan.buckets[shard], plan.shard_bytes[shard]
+        self._shard, self._rounds, self._large = shard, values.buffers, copy_is_large(nbytes)
+        self._buckets = len(buckets)
         layout = VersionLayout(plan, by_bucket=moments is not None)
-        places = [layout.places(bucket) for bucket in plan.buckets[shard]]
+        places = [layout.places(bucket) for bucket in buckets]
         self._sources: list[Rooms] = [
-            [[np.frombuffer(memory.parameters, np.uint8, p.nbytes, start + p.shard) for p in b] for b in places]
-            for start in range(0, memory.buffers * memory.nbytes or 1, memory.nbytes or 1)
+            [
+                [values.of(n, bucket)[p.shard - bucket.shard :][: p.nbytes] for p in mine]
+                for bucket, mine in zip(buckets, places, strict=True)
+            ]
+            for n in range(values.buffers)
         ]
-        self._parts = find_parts(member, name, shard, places, (layout.nbytes, memory.nbytes), count)
+        self._parts = find_parts(member, name, shard, places, (layout.nbytes, nbytes), count)
         self._open_report(name)
         self._completed, self._taken, self._closed = 0, 0, False
         self._filling: _Filling | None = None
@@ -123,8 +127,8 @@ class Snapshots:
     def before_round(self, round: int) -> None:
         """Worker 0 has begun the common round ``round``: a cut that it made before is there, or one that is of this."""
         counter = self._taken + 1
-        if self._cuts.ready(counter) and (cut := self._cut(counter, 0.0)).round < round:
-            self._take(cut)
+        if self._cuts is not None and self._cuts.ready(counter) and (cut := self._cut(counter, 0.0)).round < round:
+            self.take(cut)
 
     def before_write(self, bucket: int, round: int = 0) -> None:
         """A bucket is about to change where round ``round`` has its place. The caller keeps others from it."""
@@ -132,13 +136,19 @@ class Snapshots:
         if filling is not None and (round - filling.cut.round) % self._rounds == 0:
             self._copy_once(filling, bucket)
 
+    @property
+    def filling(self) -> bool:
+        """Whether there is a cut that is not whole yet."""
+        return self._filling is not None
+
     # ---- a cut
 
     def _run(self) -> None:
         counter = 1
         while True:
             try:
-                self._fill(self._cut(counter, _PATIENCE))
+                self._begin(counter)
+                self._fill()
                 counter += 1
             except WaitTimeout:
                 if self._member.client.ended.is_set():
@@ -151,19 +161,28 @@ class Snapshots:
 
     def _cut(self, counter: int, timeout: float) -> Cut:
         """It stays there until this shard has reported of it."""
+        assert self._cuts is not None
         block = self._cuts.receive(counter, timeout)
         assert block is not None
         return unpack_cut(block)
 
-    def _fill(self, cut: Cut) -> None:
+    def _begin(self, counter: int) -> None:
+        """Returns when the cut of that number has been taken."""
+        cut = None if self._cuts is None else self._cut(counter, _PATIENCE)
         with self._changed:
-            if self._moments is None:
+            if cut is None:
+                self._changed.wait_for(lambda: self._closed or self._taken >= counter)
+            elif self._moments is None:
                 self._changed.wait_for(lambda: self._closed or self._completed >= cut.round)
             if self._closed:
                 raise RegionClosed("the store has ended")
-        self._take(cut)
+        if cut is not None:
+            self.take(cut)
+
+    def _fill(self) -> None:
         filling = self._filling
         assert filling is not None
+        cut = filling.cut
         for bucket in range(self._buckets):
             self._copy_once(filling, bucket)
             checksum = xxhash.xxh3_64()  # here, whoever has copied it: no update waits for this
@@ -177,7 +196,7 @@ class Snapshots:
         self._reports.slot(cut.counter)
         self._reports.send(cut.counter)
 
-    def _take(self, cut: Cut) -> None:
+    def take(self, cut: Cut) -> None:
         """From now on the state is kept as it is, bucket by bucket, until it has been copied."""
         with contextlib.nullcontext() if self._moments is None else self._moments.at_rest(), self._changed:
             if self._taken >= cut.counter:
@@ -187,6 +206,7 @@ class Snapshots:
             if self._moments is not None:
                 self._report.updates[:] = [self._moments.updates(bucket) for bucket in range(self._buckets)]
             self._filling = _Filling(cut, self._buckets)
+            self._changed.notify_all()
 
     def _copy_once(self, filling: _Filling, bucket: int) -> None:
         """Returns when the bucket has been copied."""
