@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,15 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import Job
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, StepInterrupted
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, Every, KeyValue, Sync
 from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.versions.version_files import job_folder
 from tests.harness.cable import until
+from tests.harness.interrupts import interrupt_at
 from tests.harness.jobs import run_job
+from tests.levels import mostly_long
 from tests.store.test_versions import reading, second_apart
 
 Mode = Sync | Async | SSP
@@ -334,6 +338,43 @@ def test_loading_begins_a_new_run(tmp_path: Any, of_rows: bool) -> None:
     assert run_job(loaded, str(tmp_path / "saved.npz"), of_rows).ok() == [[(1, 2.0)]] * 2
 
 
+def interrupted(job: Job, seed: int, trials: int, log: str) -> None:
+    """Each trial interrupts one publish(); then that of the next value is refused, or is a version of that."""
+    draw, found, lines = random.Random(seed), [], 0
+    for number in range(trials):
+        kv = KeyValue(Sync(), "assign", publish=Every(when_held="wait"))
+        kv.init("w", np.zeros(2000))
+        kv.publish()
+        lines = lines or interrupt_at(kv.publish, 0)
+        kv.push("w", np.ones(2000)).wait()
+        try:
+            interrupt_at(kv.publish, draw.randint(1, lines))
+            found.append("missed")
+        except KeyboardInterrupt:
+            try:
+                kv.push("w", np.full(2000, 2.0))
+                counter = kv.publish()
+            except StepInterrupted:
+                found.append("refused")
+            else:
+                with reading(job, number=number) as reader:
+                    _, tensors = reader.pull(counter)
+                    assert set(tensors["w"].tolist()) == {2.0}, counter
+                found.append("completed")
+        Path(log).write_text(" ".join(found))
+
+
+@pytest.mark.parametrize(("seed", "trials"), mostly_long([(1, 10), *((n, 60) for n in range(2, 6))], [(1, 10)]))
+def test_what_is_interrupted_goes_on_or_is_refused(seed: int, trials: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ended = run_job(interrupted, seed, trials, str(log), workers=1, servers=2)
+    found = log.read_text().split()
+    assert len(found) == trials, ended
+    assert "completed" in found
+    told = [f"{ended.cause}", *ended.errors]
+    assert all("StepInterrupted" in each and "KeyboardInterrupt" in each for each in told) == ("refused" in found), told
+
+
 def two_of_them(job: Job) -> list[float]:
     """Two stores of keys, and an optimizer between them; what is dropped or closed goes."""
     torch = pytest.importorskip("torch")
@@ -432,3 +473,29 @@ def test_requests_that_no_worker_sends_end_the_job(what: Any, message: str) -> N
     ended = run_job(what)
     assert ended.cause is not None
     assert message in ended.cause.what
+
+
+# ---- what it costs
+
+
+def steady(job: Job) -> list[tuple[int, int]]:
+    kv = KeyValue(Sync(), "sum", publish=Every(when_held="wait"))
+    kv.init(["w", "v"], [np.zeros(3000), np.zeros(5)])
+    kv.init_rows("t", (ROWS, WIDTH))
+    found = []
+    for _ in range(6):
+        kv.push(["w", "v"], [np.ones(3000), np.ones(5)])
+        kv.row_sparse_push("t", [3], np.ones((1, WIDTH), "f4")).wait()
+        before = counters.snapshot()
+        kv.publish()
+        used = counters.since(before)
+        found.append((used.rpcs, used.registrations))
+    kv.close()
+    return found
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_only_the_first_makes_calls_and_registers_memory(device: str) -> None:
+    for first, *others in run_job(steady, device=device, servers=2).ok():
+        assert min(first) > 0
+        assert others == [(0, 0)] * 5

@@ -297,7 +297,7 @@ def raced(job: Job, device: str, reads: int, sizes: tuple[int, ...]) -> tuple[in
     return len(seen), len(set(seen)), steps
 
 
-RACES = [("auto", 2000, (9000, 5, 7000)), ("tcp", 1500, (9000, 5, 7000)), ("auto", 500_000, (9000, 5, 7000))]
+RACES = [("auto", 2000, (9000, 5, 7000)), ("tcp", 1500, (9000, 5, 7000)), *[("auto", 100_000, (9000, 5, 7000))] * 5]
 RACES += [("tcp", 50_000, (9000, 5, 7000)), ("auto", 20_000, (250_000, 5)), ("tcp", 5000, (250_000, 5))]
 
 

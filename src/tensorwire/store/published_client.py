@@ -33,8 +33,9 @@ class PublishedClient(RequestClient):
         )
         if buffer is None:
             return None
-        self.announce(RequestOperation.CUT, Cut(counter, buffer, 0, run, step).pack())
-        self._published = counter
+        with self.course.unit(f"version {counter} of {self.name}"):
+            self.announce(RequestOperation.CUT, Cut(counter, buffer, 0, run, step).pack())
+            self._published = counter
         return counter
 
 

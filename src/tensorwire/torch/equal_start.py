@@ -17,11 +17,11 @@ from tensorwire.errors import ArgumentError
 from tensorwire.launch import Worker
 from tensorwire.launch.first_values import Outline, first_values, outline
 from tensorwire.launch.values import tensor_bytes
+from tensorwire.sizes import listed
 from tensorwire.torch.arguments import is_on_accelerator
 from tensorwire.torch.roots import Root, find_roots, named_parameters
 
 _SECONDS = 600.0  # for the other workers, which construct the same optimizer
-_NAMED = 3
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -68,7 +68,5 @@ def _others(roots: Iterable[Root]) -> dict[str, torch.Tensor]:
 
 
 def _warn(names: Iterable[str], what: str) -> None:
-    listed = list(names)
-    if listed:
-        more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-        warnings.warn(f"{', '.join(map(repr, listed[:_NAMED]))}{more} {what}", UserWarning, stacklevel=4)
+    if named := listed([*map(repr, names)]):
+        warnings.warn(f"{named} {what}", UserWarning, stacklevel=4)

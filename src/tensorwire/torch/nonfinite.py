@@ -8,10 +8,10 @@ import torch
 
 from tensorwire.errors import NonFiniteGradient, TensorwireError
 from tensorwire.launch import Worker
+from tensorwire.sizes import listed
 from tensorwire.torch.part import Part
 
 _LOOKUP_SECONDS = 5.0  # a worker that is idle says nothing
-_NAMED = 3  # parameters of one worker that are named
 
 
 def error(worker: Worker, parts: Iterable[Part], norm: float) -> NonFiniteGradient:
@@ -28,14 +28,14 @@ def error(worker: Worker, parts: Iterable[Part], norm: float) -> NonFiniteGradie
 
 def _own(parts: Iterable[Part]) -> str:
     """This worker's gradients that are not finite."""
-    names = [
-        f"{name!r} has {'NaN' if torch.isnan(p.grad).any() else 'inf'}"
-        for part in parts
-        for name, p in zip(part.names, part.params, strict=True)
-        if p.grad is not None and not torch.isfinite(p.grad).all()
-    ]
-    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return ", ".join([*names[:_NAMED], *more])
+    return listed(
+        [
+            f"{name!r} has {'NaN' if torch.isnan(p.grad).any() else 'inf'}"
+            for part in parts
+            for name, p in zip(part.names, part.params, strict=True)
+            if p.grad is not None and not torch.isfinite(p.grad).all()
+        ]
+    )
 
 
 def _gathered(worker: Worker, key: str, own: str) -> dict[int, str]:
