@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -410,6 +411,30 @@ def two_of_them(job: Job) -> list[float]:
 
 def test_several_publish_and_end_by_themselves() -> None:
     assert run_job(two_of_them).ok() == [[1.0, 2.0, 3.0]] * 2
+
+
+def rule_elsewhere(job: Job, folders: list[str]) -> list[float]:
+    sys.path.insert(0, folders[job.rank])
+    kv = KeyValue(rule="published_rule:adding", publish=True)
+    kv.init("w", np.zeros(3))
+    kv.push("w", np.ones(3))
+    counter = kv.publish()
+    with reading(job) as reader:
+        _, tensors = reader.pull(counter or 1)
+        found: list[float] = tensors["w"].tolist()
+    job.barrier()
+    kv.close()
+    return found
+
+
+def test_each_worker_may_have_the_rule_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "published_rule.py").write_text(
+            "def adding(value, gradient, state, options):\n    value += gradient\n\n\nadding.numpy = True\n"
+        )
+    assert run_job(rule_elsewhere, [str(folder) for folder in folders]).ok() == [[2.0] * 3] * 2
 
 
 def disagree(job: Job) -> None:

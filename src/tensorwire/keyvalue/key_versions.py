@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.handle import Calls, finish_all
 from tensorwire.keyvalue.key_arguments import check_whole
@@ -83,7 +85,8 @@ class KeyVersions:
                 BUCKET_BYTES,
                 False,
                 publish=PublishSpec(self._every.buffers),
-                parts={store.name: store.spec for store in stores},
+                # Where each worker found a rule's files may differ, and nobody imports them for this.
+                parts={store.name: msgspec.structs.replace(store.spec, folders=[]) for store in stores},
             )
             client = join_with(self._worker, spec, PublishedClient)
             client.course = self._calls.course
