@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import weakref
@@ -19,6 +20,8 @@ from tensorwire.errors import ArgumentError, ChecksumMismatch, VersionExpired, W
 from tensorwire.observe import counters
 from tensorwire.store import EASGD, SSP, Async, DiLoCo, Every, LocalSGD, Reader, Sync
 from tensorwire.store.modes import Mode
+from tensorwire.store.versions.cuts import Cut, CutReport
+from tensorwire.store.versions.snapshots import Snapshots
 from tensorwire.store.versions.version_files import BUFFERS, job_folder
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
@@ -145,6 +148,53 @@ def overlapped(job: Job) -> list[bool]:
 
 def test_a_version_waits_for_the_end_of_its_step() -> None:
     assert run_job(overlapped).ok() == [[True] * 8] * 2
+
+
+def held_up_filler() -> None:
+    """The thread that fills is held up while it takes a cut: until the next round has changed a bucket, or waits."""
+    go, begin, take, before_write = threading.Event(), CutReport.begin, Snapshots.take, Snapshots.before_write
+    writes = itertools.count(1)
+
+    def fills() -> bool:
+        return " snapshots " in threading.current_thread().name
+
+    def taking(self: Snapshots, cut: Cut) -> None:
+        if not fills():
+            go.set()
+        take(self, cut)
+
+    def writing(self: Snapshots, bucket: int, round: int = 0) -> None:
+        before_write(self, bucket, round)
+        if next(writes) == 2:  # one has been changed
+            go.set()
+
+    def beginning(self: CutReport, cut: Cut) -> None:
+        nonlocal writes
+        begin(self, cut)
+        if fills():
+            go.clear()
+            writes = itertools.count(1)
+            go.wait()
+
+    CutReport.begin, Snapshots.take, Snapshots.before_write = beginning, taking, writing  # type: ignore[method-assign]
+
+
+def stepped_at_once(job: Job) -> list[float]:
+    optimizer, step = counting(True)
+    seen = []
+    with reading(job) as reader:
+        for number in range(1, 5):
+            step()
+            _, tensors = reader.pull(number)
+            seen.append(only(tensors))
+            if number < 4:
+                optimizer.publish()
+    optimizer.close()
+    return seen
+
+
+def test_a_round_that_begins_while_a_cut_is_taken_is_not_in_it() -> None:
+    assert run_job(stepped_at_once, workers=1, servers=1, prepare=held_up_filler).ok() == [[0.0, 1.0, 2.0, 3.0]]
 
 
 def manifests(job: Job, mode: Mode) -> list[tuple[set[float], int]]:

@@ -201,11 +201,11 @@ class Snapshots:
         with contextlib.nullcontext() if self._moments is None else self._moments.at_rest(), self._changed:
             if self._taken >= cut.counter:
                 return  # another thread has taken it
-            self._taken = cut.counter
             self._report.begin(cut)
             if self._moments is not None:
                 self._report.updates[:] = [self._moments.updates(bucket) for bucket in range(self._buckets)]
             self._filling = _Filling(cut, self._buckets)
+            self._taken = cut.counter  # last: `before_round` looks at it without the lock, and then writes
             self._changed.notify_all()
 
     def _copy_once(self, filling: _Filling, bucket: int) -> None:
