@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tensorwire._native import FileMap
@@ -253,20 +253,43 @@ def test_a_file_is_free_while_nobody_else_has_it(folder: files.JobFolder) -> Non
     memory = files.map_buffer(made.descriptors[0], 8192)
     memory[:] = b"x" * 8192
     path = made.publish(0, 1) / files.MODEL
-    assert made.is_free(0), "the one that fills it has it, which does not count"
+    assert made.take(0), "the one that fills it has it, which does not count"
     with path.open("rb") as opened:
-        assert not made.is_free(0)
+        assert not made.take(0)
         private = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
-    assert not made.is_free(0), "it is mapped"
+    assert not made.take(0), "it is mapped"
     made.withdraw(0)
     assert not path.exists()
-    assert private[:4] == b"xxxx"
-    assert not made.is_free(0), "it is mapped, though it has no name"
+    assert private[8:12] == b"xxxx"
+    assert not made.take(0), "it is mapped, though it has no name"
     private.close()
-    assert made.is_free(0)
-    assert made.is_free(1)
+    assert made.take(0)
+    assert made.take(1)
     made.close()
     assert list(files.MEMORY.iterdir()) == []
+
+
+def test_who_has_found_a_name_and_opens_it_too_late_finds_no_version(folder: files.JobFolder) -> None:
+    layout = layout_of(TENSORS)
+    made = files.VersionFiles(folder, "store/0", layout.nbytes, 1)
+    memory = files.map_buffer(made.descriptors[0], layout.nbytes)
+    header = layout.header(Manifest(0, 1, 0, (0,) * len(layout.buckets)))
+    files.write_header(memory, header)
+    path = made.publish(0, 1) / files.MODEL
+    late = made._names[0]  # what a name leads to
+    assert bytes(files.map_version(path, layout.nbytes)[: layout.data]) == header
+    with safe_open(late, "pt") as opened:
+        assert set(opened.keys()) == {t.name for t in TENSORS}
+    del opened
+    made.withdraw(0)
+    assert made.take(0)
+    with pytest.raises(FileNotFoundError):
+        files.map_version(late, layout.nbytes)
+    with pytest.raises(SafetensorError):
+        safe_open(late, "pt").__enter__()
+    files.write_header(memory, header)
+    assert bytes(files.map_version(late, layout.nbytes)[: layout.data]) == header
+    made.close()
 
 
 def test_who_opens_a_file_while_it_is_looked_at_is_not_ended_by_a_signal(folder: files.JobFolder) -> None:
@@ -275,7 +298,7 @@ def test_who_opens_a_file_while_it_is_looked_at_is_not_ended_by_a_signal(folder:
     program = f"for _ in range(20000): open({str(path)!r}, 'rb').close()"
     other = subprocess.Popen([sys.executable, "-c", program])
     while other.poll() is None:
-        made.is_free(0)
+        made.take(0)
     assert other.returncode == 0
     made.close()
 
@@ -345,13 +368,12 @@ def test_where_the_folder_is_too_small_versions_are_files_of_the_kernels_own(
         memory[: layout.data] = layout.header(Manifest(0, 1, 0, (0,) * len(layout.buckets)))
         path = made.publish(1, 1) / files.MODEL
         assert str(path.resolve()).startswith("/memfd:")
-        assert made.is_free(1)
         with safe_open(path, "pt") as opened:
-            assert not made.is_free(1)
+            assert not made.take(1)
             assert set(opened.keys()) == {t.name for t in TENSORS}
         del opened
         made.withdraw(1)
-        assert made.is_free(1)
+        assert made.take(1)
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(made.descriptors[1], 0)
         made.close()

@@ -29,7 +29,7 @@ from tensorwire.store.versions.handover import Announcement, Giver, announce
 from tensorwire.store.versions.listing import Listing, VersionState, topic
 from tensorwire.store.versions.readers import Readers
 from tensorwire.store.versions.shard_parts import buffer_name
-from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer
+from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer, write_header
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 
 _PATIENCE = 60.0  # between looks at the job while nobody makes a cut
@@ -136,7 +136,7 @@ class Publisher:
     def _free_buffer(self) -> int | None:
         for number in self._buffers.draining:
             last = self._last[number]
-            if self.files.is_free(number) and not (last and self._readers.hold(last.counter)):
+            if not (last and self._readers.hold(last.counter)) and self.files.take(number):
                 self._readers.withdraw(number)
                 self._buffers.drained(number)
         return self._buffers.fill()
@@ -158,7 +158,7 @@ class Publisher:
     def _publish(self, cut: Cut) -> None:
         checksums, updates = self._by_number("checksums"), self._by_number("updates")
         manifest = Manifest(cut.run, cut.counter, cut.step, checksums, updates if self._by_bucket else ())
-        self._heads[cut.buffer][:] = self._layout.header(manifest)
+        write_header(self._heads[cut.buffer], self._layout.header(manifest))
         self.files.publish(cut.buffer, cut.counter)
         self._last[cut.buffer] = manifest.version
         self._readers.announce(cut.counter, cut.buffer)

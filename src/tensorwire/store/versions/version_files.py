@@ -40,6 +40,7 @@ CURRENT = "current"
 _OWNER = "owner"
 _JOB = "job"
 BUFFERS = "buffers"
+_NO_LENGTH = bytes(8)
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -176,8 +177,12 @@ class VersionFiles:
         (folder / MODEL).unlink()
         folder.rmdir()
 
-    def is_free(self, number: int) -> bool:
-        """Whether nobody else has the buffer's file open or mapped."""
+    def take(self, number: int) -> bool:
+        """Whether nobody else has the buffer's file open or mapped. If so, it has no version any more.
+
+        Who has found the file's name before `withdraw`, and opens it only now, waits for the lease, and finds a header
+        of no length: it takes the file for none, and has not opened one that changes.
+        """
         fd = self.descriptors[number]
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # who opens it this very moment: a signal that does nothing
         try:
@@ -186,6 +191,7 @@ class VersionFiles:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             raise
+        os.pwrite(fd, _NO_LENGTH, 0)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
 
@@ -243,15 +249,25 @@ def _reserve(fd: int, nbytes: int) -> None:
     FileMap(fd, nbytes, shared=True).make_huge()  # readers map a version for every read: small pages cost a copy's time
 
 
+def write_header(memory: memoryview, header: bytes) -> None:
+    """Makes what a buffer has a version. Its length comes last: until then it has none, for who opens the file now."""
+    start = len(_NO_LENGTH)
+    memory[start : len(header)] = header[start:]
+    memory[:start] = header[:start]
+
+
 def map_buffer(fd: int, nbytes: int) -> memoryview:
     """The memory of a buffer, to be filled."""
     return memoryview(FileMap(fd, nbytes, shared=True))
 
 
 def map_version(path: Path, nbytes: int) -> memoryview:
-    """A version's file; changes are this process's own. Raises `FileNotFoundError`."""
+    """A version's file; changes are this process's own. Raises `FileNotFoundError`, also for one that is filled now."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return memoryview(FileMap(fd, nbytes, shared=False))
+        memory = memoryview(FileMap(fd, nbytes, shared=False))
     finally:
         os.close(fd)
+    if memory[: len(_NO_LENGTH)] == _NO_LENGTH:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return memory
