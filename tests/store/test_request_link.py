@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tensorwire.store.request_link import (
     pack_request,
     unpack_request,
 )
+from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
 
 STORES = 60
@@ -151,3 +153,28 @@ def interrupt_one(job: tw.Job, at: str) -> None:
 def test_an_interrupted_request_leaves_the_link_to_other_stores(at: str) -> None:
     ended = run_job(interrupt_one, at, workers=1, device="shm")
     assert "StepInterrupted: a push of keys was interrupted by Stop" in ended.errors[0].splitlines()[-1]
+
+
+def ended_late() -> None:
+    """A server is slow to end a store, when the worker that has finished it may already leave."""
+    from tensorwire.store.request_server import RequestServer
+
+    finish = RequestServer._finish
+
+    def later(self: RequestServer, number: int, worker: int) -> None:
+        if self._member.client.ended.wait(1.0):
+            threading.Event().wait(1.0)  # this server's other threads end meanwhile
+        finish(self, number, worker)
+
+    RequestServer._finish = later  # type: ignore[method-assign]
+
+
+def push_and_leave(job: tw.Job) -> None:
+    kv = KeyValue(Async(), "sum")
+    kv.init("w", np.zeros(3))
+    kv.push("w", np.ones(3))
+
+
+def test_a_server_ends_its_record_before_the_last_worker_leaves(tmp_path: Path) -> None:
+    run_job(push_and_leave, workers=1, servers=1, fates=tmp_path, prepare=ended_late).ok()
+    assert problems(read_fates([tmp_path])) == []

@@ -65,10 +65,10 @@ class RequestServer:
                         raise
                     return  # it has finished everything, and left
                 answered = self._handle(inbox.worker, request)
+                if request.operation is RequestOperation.FINISH:
+                    self._finish(request.store, inbox.worker)  # before the worker hears of it, and leaves the job
                 if not answered or number % _CREDIT == 0:
                     inbox.release(number)
-                if request.operation is RequestOperation.FINISH:
-                    self._finish(request.store, inbox.worker)
         except BaseException as error:
             self._fail(error)
 
