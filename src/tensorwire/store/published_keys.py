@@ -19,7 +19,7 @@ from tensorwire.edge import Producer
 from tensorwire.errors import ProtocolError
 from tensorwire.store.request_link import WORD, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
-from tensorwire.store.sharding import PAGE, Bucket
+from tensorwire.store.sharding import PAGE, Bucket, joined
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.store.versions.cuts import unpack_cut
 from tensorwire.store.versions.publisher import Publisher
@@ -34,13 +34,14 @@ class PublishedKeys(RequestStore):
     ) -> None:
         super().__init__(member, name, spec, workers)
         assert spec.publish is not None
-        plan, count = spec.plan(servers), spec.publish.buffers
+        plans, count = [part.plan(servers) for part in spec.parts.values()], spec.publish.buffers
+        plan = joined(plans)
         self._stores = stores
         self._buckets: list[Bucket] = []  # as the stores' own plans have them
         self._firsts: list[int] = []  # by store: the number of its first bucket here
-        for part in spec.parts.values():
+        for part in plans:
             self._firsts.append(len(self._buckets))
-            self._buckets += part.plan(servers).buckets[self.index]
+            self._buckets += part.buckets[self.index]
         self.peers = [RequestPeer(member, name, worker, PAGE, PAGE) for worker in range(workers)]
         for peer in self.peers:
             peer.open()

@@ -175,17 +175,9 @@ def joined(plans: Sequence[StorePlan]) -> StorePlan:
         for server, mine in enumerate(plan.buckets):
             for b in mine:
                 pieces = tuple(replace(piece, tensor=len(tensors) + piece.tensor) for piece in b.pieces)
-                here = Bucket(
-                    count + b.number,
-                    server,
-                    server,
-                    len(buckets[server]),
-                    space + b.space,
-                    shard_bytes[server] + b.shard,
-                    b.nbytes,
-                    pieces,
-                )
-                buckets[server].append(here)
+                number, index, shard = count + b.number, len(buckets[server]), shard_bytes[server] + b.shard
+                moved = replace(b, number=number, index=index, space=space + b.space, shard=shard, pieces=pieces)
+                buckets[server].append(moved)
         offsets += [space + offset for offset in plan.offsets]
         tensors += plan.tensors
         shard_bytes = [mine + more for mine, more in zip(shard_bytes, plan.shard_bytes, strict=True)]
