@@ -63,8 +63,9 @@ def find_job(job: str) -> tuple[str, bytes]:
     try:
         address, secret = (job_folder(job) / _JOB).read_text().split()
     except (OSError, ValueError):
-        there = ", ".join(living_jobs()) or "none"
-        raise ArgumentError(f"no job {job!r} of this user publishes versions on this machine ({there} does)") from None
+        jobs = living_jobs()
+        there = f"{', '.join(jobs) or 'none'} {'do' if len(jobs) > 1 else 'does'}"
+        raise ArgumentError(f"no job {job!r} of this user publishes versions on this machine ({there})") from None
     return address, secret.encode()
 
 
