@@ -462,7 +462,7 @@ def loaded(job: Job, device: str) -> dict[str, tuple[bool, int, int]]:
 
 @pytest.mark.parametrize("device", ["auto", "tcp"])
 def test_versions_come_as_the_code_itself_copies_them_and_no_more_is_read(device: str) -> None:
-    looks = 6 * 8 * 3 + 2 * 8 if device == "tcp" else 0  # at the board; the lease's version, and that there is none
+    looks = 6 * 8 * 3 + 2 * 8 * 2 if device == "tcp" else 0  # at the board; the lease of 2 buffers, twice
     for found in run_job(loaded, device).ok():
         assert found == dict.fromkeys([*CASES, "load_state_dict"], (True, looks, 0))
 

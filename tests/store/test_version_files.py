@@ -252,7 +252,7 @@ def test_a_file_is_free_while_nobody_else_has_it(folder: files.JobFolder) -> Non
     made = files.VersionFiles(folder, "store/0", 8192, 2)
     memory = files.map_buffer(made.descriptors[0], 8192)
     memory[:] = b"x" * 8192
-    path = made.publish(0, 1) / files.MODEL
+    path = made.publish(0, 1, 1) / files.MODEL
     assert made.take(0), "the one that fills it has it, which does not count"
     with path.open("rb") as opened:
         assert not made.take(0)
@@ -275,7 +275,7 @@ def test_who_has_found_a_name_and_opens_it_too_late_finds_no_version(folder: fil
     memory = files.map_buffer(made.descriptors[0], layout.nbytes)
     header = layout.header(Manifest(0, 1, 0, (0,) * len(layout.buckets)))
     files.write_header(memory, header)
-    path = made.publish(0, 1) / files.MODEL
+    path = made.publish(0, 1, 1) / files.MODEL
     late = made._names[0]  # what a name leads to
     assert bytes(files.map_version(path, layout.nbytes)[: layout.data]) == header
     with safe_open(late, "pt") as opened:
@@ -294,7 +294,7 @@ def test_who_has_found_a_name_and_opens_it_too_late_finds_no_version(folder: fil
 
 def test_who_opens_a_file_while_it_is_looked_at_is_not_ended_by_a_signal(folder: files.JobFolder) -> None:
     made = files.VersionFiles(folder, "store/0", 4096, 1)
-    path = made.publish(0, 1) / files.MODEL
+    path = made.publish(0, 1, 1) / files.MODEL
     program = f"for _ in range(20000): open({str(path)!r}, 'rb').close()"
     other = subprocess.Popen([sys.executable, "-c", program])
     while other.poll() is None:
@@ -305,8 +305,8 @@ def test_who_opens_a_file_while_it_is_looked_at_is_not_ended_by_a_signal(folder:
 
 def test_the_newest_version_is_found_and_names_do_not_come_again(folder: files.JobFolder) -> None:
     made = files.VersionFiles(folder, "store/0", 4096, 2)
-    first = made.publish(0, 1)
-    second = made.publish(1, 2)
+    first = made.publish(0, 1, 1)
+    second = made.publish(1, 2, 2)
     assert (made.path / files.CURRENT).resolve() == second.resolve()
     assert first.exists()
     made.withdraw(0)
@@ -366,7 +366,7 @@ def test_where_the_folder_is_too_small_versions_are_files_of_the_kernels_own(
         made = files.VersionFiles(again, "store/0", layout.nbytes, 2)
         memory = files.map_buffer(made.descriptors[1], layout.nbytes)
         memory[: layout.data] = layout.header(Manifest(0, 1, 0, (0,) * len(layout.buckets)))
-        path = made.publish(1, 1) / files.MODEL
+        path = made.publish(1, 1, 1) / files.MODEL
         assert str(path.resolve()).startswith("/memfd:")
         with safe_open(path, "pt") as opened:
             assert not made.take(1)

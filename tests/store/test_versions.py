@@ -507,7 +507,7 @@ def test_readers_get_what_they_ask_for_and_read_no_more(device: str) -> None:
         assert all(same)
         payload = 4 * (4 * 20 + 39 * 6)
         if device == "tcp":
-            payload += 5 * 8 * 3 + 2 * 8  # looks at the board; the lease's version, and that there is none
+            payload += 5 * 8 * 3 + 2 * 8 * 2  # looks at the board; the lease of 2 buffers, twice
         assert sizes == [payload] * 3 + [0]
 
 

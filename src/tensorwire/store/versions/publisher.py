@@ -1,7 +1,7 @@
 """The publisher of a store's versions: a thread of the server that has shard 0.
 
 It grants worker 0 a buffer for the next version, waits for the reports of all shards, writes the file's header, and
-publishes the file. Then it drains the buffer of the version before.
+publishes the file. Where it needs a buffer, it drains that of the oldest version.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,12 +135,17 @@ class Publisher:
         self._grant.send(granted(counter, buffer))
 
     def _free_buffer(self) -> int | None:
-        for number in self._buffers.draining:
-            last = self._last[number]
-            if not (last and self._readers.hold(last.counter)) and self.files.take(number):
+        """One for the next version: an earlier version keeps its name until its buffer is needed."""
+        if (free := self._buffers.fill()) is not None:
+            return free
+        oldest_first = sorted((self._last[n].counter, n) for n in self._buffers.draining)  # type: ignore[union-attr]
+        for counter, number in oldest_first:
+            self.files.withdraw(number)
+            if not self._readers.hold(number, counter) and self.files.take(number):
                 self._readers.withdraw(number)
                 self._buffers.drained(number)
-        return self._buffers.fill()
+                return self._buffers.fill()
+        return None
 
     def _collect(self, counter: int) -> Cut:
         """Waits until every shard has filled its part of version ``counter``."""
@@ -157,15 +163,14 @@ class Publisher:
 
     def _publish(self, cut: Cut) -> None:
         checksums, updates = self._by_number("checksums"), self._by_number("updates")
-        manifest = Manifest(cut.run, cut.counter, cut.step, checksums, updates if self._by_bucket else ())
+        manifest = Manifest(
+            cut.run, cut.counter, cut.step, checksums, updates if self._by_bucket else (), time.time_ns()
+        )
         write_header(self._heads[cut.buffer], self._layout.header(manifest))
-        self.files.publish(cut.buffer, cut.counter)
+        self.files.publish(cut.buffer, cut.counter, manifest.time)
         self._last[cut.buffer] = manifest.version
         self._readers.announce(cut.counter, cut.buffer)
-        before = self._buffers.published
         self._buffers.publish(cut.buffer)
-        if before is not None:
-            self.files.withdraw(before)
         if failpoints.listener is not None:
             failpoints.reach("primary", 0, cut.counter, "version_published")
 

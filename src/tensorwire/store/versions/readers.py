@@ -1,7 +1,7 @@
 """The publisher's side of readers: those on other machines read its buffers one-sidedly.
 
 A reader knows three regions: the *board*, which says which version is in which buffer; the buffers; and its own *lease*
-here, which says which version it has, and which it alone writes. It writes the lease, looks whether that version is
+here, which says which versions it has, and which it alone writes. It writes the lease, looks whether that version is
 still the newest, reads, and looks whether the buffer still has it. Before a buffer is filled anew, another version is
 the newest on the board, and only then are the leases looked at: a reader that came before has a lease that is seen
 here, and one that comes after finds that there is a newer version. Then the board says that the buffer has no version:
@@ -26,7 +26,11 @@ from tensorwire.errors import TensorwireError
 from tensorwire.store.versions.listing import ReaderState, topic
 
 WORD = 8
-LEASE_BYTES = 2 * WORD  # a word that grows with every sign of life, and the version that the reader has, 0 for none
+
+
+def lease_bytes(buffers: int) -> int:
+    """A word that grows with every sign of life, and by buffer the version that the reader has there, 0 for none."""
+    return WORD * (1 + buffers)
 
 
 def board_word(counter: int, buffer: int) -> int:
@@ -34,13 +38,13 @@ def board_word(counter: int, buffer: int) -> int:
     return counter * 256 + buffer
 
 
-def read_board(board: memoryview) -> tuple[int, int]:
+def read_board(board: bytes) -> tuple[int, int]:
     """The version that is published, and its buffer; version 0: there is none."""
     counter, buffer = divmod(int(np.frombuffer(board, np.uint64, 1)[0]), 256)
     return counter, buffer
 
 
-def holds(board: memoryview, buffer: int, counter: int) -> bool:
+def holds(board: bytes, buffer: int, counter: int) -> bool:
     """Whether the buffer still has that version."""
     return int(np.frombuffer(board, np.uint64, 1, WORD * (1 + buffer))[0]) == counter
 
@@ -93,7 +97,7 @@ class Readers:
         with contextlib.suppress(TensorwireError, msgspec.MsgspecError, KeyError):
             hello = msgspec.msgpack.decode(word, type=Hello)
             device = self._member.devices[hello.device] if hello.device else None
-            lease = None if device is None else device.allocate(LEASE_BYTES)
+            lease = None if device is None else device.allocate(lease_bytes(len(self._memory)))
             with self._lock:
                 state = ReaderState(reader, f"{hello.machine}, process {hello.process}")
                 self._readers[reader] = _Reader(lease, state)
@@ -146,17 +150,17 @@ class Readers:
         board.store(WORD * at, value)
         board.fetch_add(WORD * at, 0)  # a full fence: what follows looks at leases
 
-    def hold(self, counter: int) -> bool:
-        """Whether a reader has a lease of that version, and is not silent."""
+    def hold(self, buffer: int, counter: int) -> bool:
+        """Whether a reader has a lease of that version in that buffer, and is not silent."""
         with self._lock:
             readers = list(self._readers.values())
-        return any(each.lease is not None and self._is_held(each, each.lease, counter) for each in readers)
+        return any(each.lease is not None and self._is_held(each, each.lease, buffer, counter) for each in readers)
 
-    def _is_held(self, reader: _Reader, lease: Region, counter: int) -> bool:
+    def _is_held(self, reader: _Reader, lease: Region, buffer: int, counter: int) -> bool:
         sign = lease.load(0)
         if sign != reader.seen:
             reader.seen, reader.since = sign, time.monotonic()
-        return lease.load(WORD) == counter and time.monotonic() - reader.since < self._silent
+        return lease.load(WORD * (1 + buffer)) == counter and time.monotonic() - reader.since < self._silent
 
     def close(self) -> None:
         """The store has ended."""

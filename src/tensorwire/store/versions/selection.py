@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,37 +13,8 @@ from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
 from tensorwire.store.versions.runs import runs
+from tensorwire.store.versions.spans import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.version_layout import FileTensor
-
-
-class ReadSpan(NamedTuple):
-    """``nbytes`` at ``file`` in the file, and at ``memory`` in what a reader has read."""
-
-    file: int
-    memory: int
-    nbytes: int
-
-
-class Chosen(NamedTuple):
-    """What is read of a tensor: its dtype and shape then, and where it begins in what is read."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    memory: int
-
-
-@dataclass(frozen=True)
-class Selection:
-    """``tensors``, by name, and the ``spans`` that hold them; ``nbytes``: the size of the memory that these fill."""
-
-    tensors: dict[str, Chosen]
-    spans: tuple[ReadSpan, ...]
-    nbytes: int
-
-    @property
-    def payload(self) -> int:
-        """How many bytes are read."""
-        return sum(span.nbytes for span in self.spans)
 
 
 def select(

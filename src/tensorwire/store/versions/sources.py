@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,13 +21,13 @@ from tensorwire._native import copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.device import Completion, Region, RemoteRegion
 from tensorwire.edge import Producer
-from tensorwire.errors import DeviceError, RemoteAccessError, VersionExpired
+from tensorwire.errors import DeviceError, RemoteAccessError, TensorwireError, VersionExpired
 from tensorwire.messages import decode_message
 from tensorwire.observe import counters
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import ask_publisher, topic
 from tensorwire.store.versions.readers import WORD, Hello, Opened, holds, read_board
-from tensorwire.store.versions.selection import ReadSpan, Selection
+from tensorwire.store.versions.spans import ReadSpan, Selection
 from tensorwire.store.versions.version_files import CURRENT, MODEL, map_version
 from tensorwire.store.versions.version_layout import Manifest, VersionLayout, parse_manifest
 
@@ -64,8 +66,14 @@ class Source(Protocol):
     def newest(self) -> int:
         """The counter of the newest version; 0: there is none yet. Raises `RemoteAccessError` if the store is gone."""
 
-    def open(self) -> OpenVersion:
-        """The newest version. Raises as ``newest``."""
+    def kept(self) -> list[int]:
+        """The counters of the versions that may be opened, the oldest first. Raises as ``newest``."""
+
+    def open(self, counter: int | None = None) -> OpenVersion:
+        """The version of that counter; None: the newest, which there is.
+
+        Raises as ``newest``, or `FileNotFoundError` where that version is not kept.
+        """
 
     def close(self) -> None:
         """Idempotent."""
@@ -113,7 +121,13 @@ class Files(Source):
             self._check()
             return 0
 
-    def open(self) -> FileVersion:
+    def kept(self) -> list[int]:
+        self._check()
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
+
+    def open(self, counter: int | None = None) -> FileVersion:
+        if counter is not None:
+            return FileVersion(self.folder / str(counter) / MODEL, self._layout)
         while True:
             try:
                 return FileVersion(self.folder / (self.folder / CURRENT).readlink() / MODEL, self._layout)
@@ -134,7 +148,7 @@ class Files(Source):
 
 
 class LeasedVersion(OpenVersion):
-    """A version that is read from the publisher's memory, under a lease."""
+    """A version that is read from the publisher's memory, under a lease. Any thread may read."""
 
     data = None
 
@@ -149,19 +163,19 @@ class LeasedVersion(OpenVersion):
 
     def _header(self) -> memoryview:
         header = self._leases.header
-        self._leases.bring(self._buffer, self.counter, [ReadSpan(0, 0, header.nbytes)], header)
-        self._check()
+        self._leases.bring(self._buffer, [ReadSpan(0, 0, header.nbytes)], header)
+        self.check()
         return memoryview(header)
 
     def read(self, wanted: Wanted, *, keep: bool = True) -> None:
         with contextlib.ExitStack() as once:
             for selection, memory in wanted:
                 room = self._leases.room(memory) if keep else once.enter_context(self._leases.room_once(memory))
-                self._leases.bring(self._buffer, self.counter, selection.spans, room)
-        self._check()
+                self._leases.bring(self._buffer, selection.spans, room)
+        self.check()
 
-    def _check(self) -> None:
-        """Whether the buffer has not been filled anew since the lease was written."""
+    def check(self) -> None:
+        """Raises `VersionExpired` where the buffer has been filled anew since the lease was written."""
         if not holds(self._leases.look(), self._buffer, self.counter):
             raise VersionExpired(
                 f"version {self.counter} was taken back, because this reader was silent for too long: read a newer one"
@@ -171,13 +185,18 @@ class LeasedVersion(OpenVersion):
         if self._open:
             self._open = False
             with contextlib.suppress(DeviceError):
-                self._leases.hold(0)
+                self._leases.let_go(self._buffer, self.counter)
 
 
 class Leases(Source):
-    """The versions of ``store``, read one-sidedly from the publisher's buffers. Raises `PeerLost`."""
+    """The versions of ``store``, read one-sidedly from the publisher's buffers. Raises `PeerLost`.
 
-    def __init__(self, member: Member, store: str, layout: VersionLayout, timeout: float) -> None:
+    ``patient``: versions may be held for long without being read; a thread then gives signs of life.
+    """
+
+    def __init__(
+        self, member: Member, store: str, layout: VersionLayout, timeout: float, *, patient: bool = False
+    ) -> None:
         self._timeout = timeout
         self._channel = member.channel(PUBLISHER)
         hello = _hello(self._channel.device.name)
@@ -188,46 +207,82 @@ class Leases(Source):
         device = self._channel.device
         self._seen = device.allocate(self._board.length)
         self.header = device.allocate(layout.data)
-        self._version = device.allocate(WORD)  # as it goes into the lease
         lease = RemoteRegion.unpack(opened.lease)
+        nbytes = lease.length - WORD
+        self._words = device.allocate(nbytes)  # by buffer: the version held there, as it goes into the lease
         self._lease = Producer(
-            self._channel, lease.view(0, WORD), slots=[lease.view(WORD, WORD)], source=[self._version.view()]
+            self._channel, lease.view(0, WORD), slots=[lease.view(WORD, nbytes)], source=[self._words.view()]
         )
+        self._held: Counter[tuple[int, int]] = Counter()  # buffers, with the versions in them
         self._signs, self._signed, self._beat = 0, 0.0, member.client.welcome.beat
         self._rooms: dict[tuple[int, int], Region] = {}
+        self._lock = threading.RLock()  # of all but reads
+        self._closed = threading.Event()
+        self._signing = threading.Thread(target=self._sign_on, name=f"lease of {store}", daemon=True)
+        if patient:
+            self._signing.start()
 
-    def look(self) -> memoryview:
+    def look(self) -> bytes:
         """The board as it is now."""
-        self._channel.read(self._seen.view(), self._board.view()).wait(self._timeout)
-        return memoryview(self._seen)
+        with self._lock:
+            self._channel.read(self._seen.view(), self._board.view()).wait(self._timeout)
+            return bytes(self._seen)
 
     def newest(self) -> int:
         return read_board(self.look())[0]
 
-    def open(self) -> LeasedVersion:
+    def kept(self) -> list[int]:
+        return [counter] if (counter := self.newest()) else []
+
+    def open(self, counter: int | None = None) -> LeasedVersion:
         while True:
-            counter, buffer = read_board(self.look())
-            self.hold(counter)
-            if read_board(self.look())[0] == counter:  # whoever wants to fill its buffer sees the lease
-                return LeasedVersion(self, counter, buffer)
+            with self._lock:
+                newest, buffer = read_board(self.look())
+                if counter not in (None, newest):
+                    raise FileNotFoundError(errno.ENOENT, f"version {counter} is not kept any more")
+                self._held[buffer, newest] += 1
+                self._sign()
+                if read_board(self.look())[0] == newest:  # whoever wants to fill its buffer sees the lease
+                    return LeasedVersion(self, newest, buffer)
+                self.let_go(buffer, newest)
 
-    def hold(self, counter: int) -> None:
-        """This reader has, or still has, that version; 0: none. Returns when the publisher can see it."""
-        self._signs += 1
-        self._signed = time.monotonic()
-        self._lease.slot(self._signs, self._timeout)[:] = counter.to_bytes(WORD, "little")
-        self._lease.send(self._signs).wait(self._timeout)
+    def let_go(self, buffer: int, counter: int) -> None:
+        """One that has opened that version is done with it."""
+        with self._lock:
+            self._held[buffer, counter] -= 1
+            if not self._held[buffer, counter]:
+                del self._held[buffer, counter]
+                self._sign()
 
-    def bring(self, buffer: int, counter: int, spans: Sequence[ReadSpan], region: Region) -> None:
-        """Reads spans of a buffer that has version ``counter``, with signs of life."""
+    def _sign(self) -> None:
+        """This reader has, or still has, what it holds. Returns when the publisher can see it."""
+        with self._lock:
+            self._signs += 1
+            self._signed = time.monotonic()
+            words = np.frombuffer(self._lease.slot(self._signs, self._timeout), np.uint64)
+            words[:] = 0
+            for buffer, counter in self._held:
+                words[buffer] = max(int(words[buffer]), counter)  # of an earlier one the lease was revoked
+            self._lease.send(self._signs).wait(self._timeout)
+
+    def _sign_if_due(self) -> None:
+        if self._held and time.monotonic() - self._signed > self._beat:
+            self._sign()
+
+    def _sign_on(self) -> None:
+        with contextlib.suppress(TensorwireError):  # who reads meets it, too
+            while not self._closed.wait(self._beat):
+                self._sign_if_due()
+
+    def bring(self, buffer: int, spans: Sequence[ReadSpan], region: Region) -> None:
+        """Reads spans of a buffer that is held, with signs of life."""
         under_way: deque[Completion] = deque()
         for file, at, nbytes in _parts(spans):
             if len(under_way) == _IN_FLIGHT:
                 under_way.popleft().wait(self._timeout)
             source = self._buffers[buffer].view(file, nbytes)
             under_way.append(self._channel.read(region.view(at, nbytes), source))
-            if time.monotonic() - self._signed > self._beat:
-                self.hold(counter)
+            self._sign_if_due()
         for read in under_way:
             read.wait(self._timeout)
 
@@ -243,7 +298,10 @@ class Leases(Source):
         return self._channel.device.register(buffer)
 
     def close(self) -> None:
-        for region in (self._seen, self.header, self._version, *self._rooms.values()):
+        self._closed.set()
+        if self._signing.is_alive():
+            self._signing.join()
+        for region in (self._seen, self.header, self._words, *self._rooms.values()):
             region.close()
 
 

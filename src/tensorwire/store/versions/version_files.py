@@ -160,8 +160,12 @@ class VersionFiles:
             self.close()
             raise
 
-    def publish(self, number: int, counter: int) -> Path:
-        """Readers find the buffer's file under the version's name, and by ``current``. Returns the version's folder."""
+    def publish(self, number: int, counter: int, time: int) -> Path:
+        """Readers find the buffer's file under the version's name, and by ``current``. Returns the version's folder.
+
+        ``time``: what the file says of when it was changed, in nanoseconds since the epoch.
+        """
+        os.utime(self.descriptors[number], ns=(time, time))
         hidden, folder = self.path / f".{counter}", self.path / str(counter)
         hidden.mkdir(mode=0o700)
         os.link(self._names[number], hidden / MODEL, follow_symlinks=False)
@@ -173,10 +177,11 @@ class VersionFiles:
         return folder
 
     def withdraw(self, number: int) -> None:
-        """From now on nobody finds the buffer's file. Who has it keeps it."""
-        folder = self._published.pop(number)
-        (folder / MODEL).unlink()
-        folder.rmdir()
+        """From now on nobody finds the buffer's file. Who has it keeps it. Idempotent."""
+        folder = self._published.pop(number, None)
+        if folder is not None:
+            (folder / MODEL).unlink()
+            folder.rmdir()
 
     def take(self, number: int) -> bool:
         """Whether nobody else has the buffer's file open or mapped. If so, it has no version any more.

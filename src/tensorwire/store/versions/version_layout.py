@@ -64,7 +64,8 @@ class Manifest:
     """What a version's file says of itself.
 
     ``run``, ``counter``, ``step``: as in `Version`. ``checksums``: the xxh3 of each bucket, by number. ``updates``: how
-    many updates of each bucket it contains, where that may differ; else empty.
+    many updates of each bucket it contains, where that may differ; else empty. ``time``: when it was published, in
+    nanoseconds since the epoch.
     """
 
     run: int
@@ -72,6 +73,7 @@ class Manifest:
     step: int
     checksums: tuple[int, ...]
     updates: tuple[int, ...] = ()
+    time: int = 0
 
     @property
     def version(self) -> Version:
@@ -148,6 +150,7 @@ class VersionLayout:
             f"{_PREFIX}counter": f"{version.counter:0{_DIGITS}}",
             f"{_PREFIX}root": version.root,
             f"{_PREFIX}step": f"{manifest.step:0{_DIGITS}}",
+            f"{_PREFIX}time": f"{manifest.time:0{_DIGITS}}",
             f"{_PREFIX}checksums": "".join(f"{number:0{_HASH}x}" for number in manifest.checksums),
         }
         if self._by_bucket:
@@ -186,7 +189,7 @@ def parse_manifest(header: bytes | memoryview) -> Manifest:
         text = metadata[f"{_PREFIX}checksums"]
         checksums = tuple(int(text[at : at + _HASH], 16) for at in range(0, len(text), _HASH))
         updates = tuple(map(int, metadata.get(f"{_PREFIX}updates", "").split()))
-        numbers: dict[str, Any] = {key: int(metadata[_PREFIX + key]) for key in ("run", "counter", "step")}
+        numbers: dict[str, Any] = {key: int(metadata[_PREFIX + key]) for key in ("run", "counter", "step", "time")}
         manifest = Manifest(**numbers, checksums=checksums, updates=updates)
         root = metadata[f"{_PREFIX}root"]
     except (KeyError, ValueError, TypeError) as error:
