@@ -10,10 +10,12 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -23,7 +25,7 @@ from tensorwire.control import frames
 from tensorwire.control.address import connect
 from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
-from tensorwire.control.names import PURPOSE, READER_LEFT, member_name
+from tensorwire.control.names import PURPOSE, READER_LEFT, STATS, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, TensorwireError, WorkerFinished
 from tensorwire.observe import counters, spans
@@ -32,6 +34,7 @@ from tensorwire.observe.spans import Clock
 from tensorwire.sizes import size_text
 
 _log = logging.getLogger("tensorwire")
+_LOOK = 0.5  # seconds between looks whether the job has ended, while others are asked
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
 
@@ -53,6 +56,7 @@ class Client:
         self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
         self._told: dict[str, Callable[[str, bytes], object]] = {}
+        self._asking = threading.Lock()
         self._left: list[Callable[[str], object]] = []
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
@@ -68,6 +72,7 @@ class Client:
         self._sock.settimeout(self.welcome.lost_after)
         close_on_fork(self._sock.fileno())
         self._heartbeat = Heartbeat(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
+        self.answer(STATS, lambda *_: frames.encode(_stats())[frames.HEAD :])
         self._thread = threading.Thread(target=self._listen, name="tensorwire-control", daemon=True)
         self._thread.start()
         self._quiet = threading.Event()
@@ -226,6 +231,35 @@ class Client:
         else:
             self._told[topic] = call
 
+    def answer(self, topic: str, call: Callable[[str, bytes], bytes] | None) -> None:
+        """Answers what others `ask` under ``topic`` by ``call(asker, value)``, as for `on_told`; None: no more."""
+
+        def told(asker: str, value: bytes) -> None:
+            assert call is not None
+            self.tell(asker, _answers(topic), call(asker, value))
+
+        self.on_told(topic, None if call is None else told)
+
+    def ask(self, whom: Collection[str], topic: str, value: bytes, timeout: float) -> dict[str, bytes]:
+        """What those members `answer` who do so within ``timeout`` seconds, by name."""
+        answers: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
+        found: dict[str, bytes] = {}
+        end = time.monotonic() + timeout
+        with self._asking:
+            self.on_told(_answers(topic), lambda name, said: answers.put((name, said)))
+            try:
+                for name in whom:
+                    self.tell(name, topic, value)
+                while not found.keys() >= set(whom) and not self.ended.is_set():
+                    with contextlib.suppress(Empty):
+                        found.update([answers.get(timeout=min(_LOOK, max(0.0, end - time.monotonic())))])
+                        continue
+                    if time.monotonic() >= end:
+                        break
+            finally:
+                self.on_told(_answers(topic), None)
+        return found
+
     def on_reader_left(self, call: Callable[[str], object]) -> Callable[[], None]:
         """Servers: calls ``call(name)`` likewise for each reader that is gone. Returns what ends that."""
         self._left.append(call)
@@ -372,6 +406,10 @@ def _authenticated(address: str, secret: bytes, patience: float, timeout: float)
         sock.close()
         raise
     return sock
+
+
+def _answers(topic: str) -> str:
+    return f"{topic}, answered"
 
 
 def _stats() -> frames.Stats:

@@ -10,6 +10,7 @@ PURPOSE = b"control"
 # The role of processes that look at a job without being part of it: nobody waits for them or misses them.
 READER = "reader"
 MOST_READERS = 1 << 20
+STATS = "stats"  # what every member answers: what it has done so far
 READER_LEFT = "reader left"  # what servers are told by the coordinator in the name of one that is gone
 
 # Who notices first that a process ended without leaving, its connection or its leash, says it in the same words.

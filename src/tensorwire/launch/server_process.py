@@ -184,7 +184,7 @@ def _publish(
 
     welcome = member.client.welcome
     stores = [requests.store(store_number(part)) for part in spec.parts]
-    server = PublishedKeys(member, name, spec, welcome.workers, welcome.servers, stores)
+    server = PublishedKeys(member, name, spec, welcome.workers, welcome.servers, stores, partial(_fail, member))
     return server, server.close
 
 

@@ -19,7 +19,7 @@ from tensorwire.store.arithmetic import NAMED, ArrayFunction, reduced
 from tensorwire.store.find_rule import array_function
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.kept import Held, load_held, outline, value_of
-from tensorwire.store.pushes import Push
+from tensorwire.store.pushes import WRITER, Push
 from tensorwire.store.rule_names import ELASTIC, KEEP, is_foreign
 from tensorwire.store.rule_options import OptionsInForce, numbers_in
 from tensorwire.store.sharding import Bucket, Piece, StorePlan
@@ -179,6 +179,8 @@ class PieceValues(Held):
 
     def slot(self, push: Push) -> Any:
         """What a worker has pushed, where it lies."""
+        if push.worker == WRITER:
+            return self.view(push.slot, 0)
         if push.worker not in self._slots:
             self._slots[push.worker] = self.view(push.slot, 0)
         return self._slots[push.worker]

@@ -25,7 +25,7 @@ from tensorwire.store.admission import check_memory
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
-from tensorwire.store.pushes import Push
+from tensorwire.store.pushes import WRITER, Push
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import is_due, may_read
@@ -76,6 +76,7 @@ class KeyServer(RequestStore):
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
         self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
         self._ready = threading.Event()
+        self._options = bytes(self.option_bytes)  # those of the last push of a worker
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""
@@ -84,6 +85,7 @@ class KeyServer(RequestStore):
             self._leave(peer)
             return False
         self._check(peer, request)
+        self._options = request.options
         operation = request.operation
         if operation in WORKER_0:
             self._set(peer, request)
@@ -145,6 +147,15 @@ class KeyServer(RequestStore):
                 if bucket.waiting:
                     self._answer_waiting(index)
         counters.add(applied=len(request.numbers))
+
+    def apply_of_writer(self, index: int, slot: memoryview) -> None:
+        """Applies a writer's push, with the options that the last request of a worker had."""
+        bucket = self._buckets[index]
+        with bucket.lock:
+            self.before_write((index,))
+            self.rule.update(index, (Push(WRITER, slot, b"\1"),), self._options)
+            bucket.version += 1
+        counters.add(applied=1)
 
     # ---- rounds of all workers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tensorwire.control import Member
 from tensorwire.edge import Producer
 from tensorwire.errors import ProtocolError
+from tensorwire.store.key_server import KeyServer
 from tensorwire.store.request_link import WORD, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.sharding import PAGE, Bucket, joined
@@ -24,13 +25,24 @@ from tensorwire.store.store_layout import StoreSpec
 from tensorwire.store.versions.cuts import unpack_cut
 from tensorwire.store.versions.publisher import Publisher
 from tensorwire.store.versions.snapshots import Moments, ShardValues, Snapshots
+from tensorwire.store.writers import Writers, takes_writers
 
 
 class PublishedKeys(RequestStore):
-    """Makes versions of ``stores``, which are on this server, until all workers have finished with it."""
+    """Makes versions of ``stores``, which are on this server, until all workers have finished with it.
+
+    ``fail``: what becomes of an error in a thread.
+    """
 
     def __init__(
-        self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int, stores: Sequence[RequestStore]
+        self,
+        member: Member,
+        name: str,
+        spec: StoreSpec,
+        workers: int,
+        servers: int,
+        stores: Sequence[RequestStore],
+        fail: Callable[[BaseException], None],
     ) -> None:
         super().__init__(member, name, spec, workers)
         assert spec.publish is not None
@@ -55,6 +67,9 @@ class PublishedKeys(RequestStore):
         self._snapshots = Snapshots(member, name, plan, self.index, values, count, None, moments)
         for store, number in zip(stores, self._firsts, strict=True):
             store.first_bucket, store.snapshots = number, self._snapshots
+        self._writers = [
+            Writers(store, fail) for store in stores if isinstance(store, KeyServer) and takes_writers(store.spec)
+        ]
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""
@@ -86,6 +101,8 @@ class PublishedKeys(RequestStore):
 
     def close(self) -> None:
         """As `RequestStore`."""
+        for writers in self._writers:
+            writers.close()
         for store in self._stores:
             store.snapshots = None
         super().close()

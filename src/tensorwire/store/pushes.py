@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+WRITER = -1  # in the place of a worker: one that is no part of the job, whose slots are not always the same
+
 
 class Push(NamedTuple):
     """One contribution. ``present``: a byte per piece, whether there is a gradient."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from queue import Empty, SimpleQueue
-
 import msgspec
 
 from tensorwire.control import Member
@@ -59,27 +57,23 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def topic(store: str, what: str) -> str:
-    """What words between readers and the publisher are about: ``hello``, ``ask``, ``report``, ``list``, or answers."""
+    """What words between readers and the publisher are about: ``hello``, ``ask``, ``report``, ``list``, ``events``."""
     return f"{store}/{what}"
 
 
-def ask_publisher(member: Member, store: str, what: str, answer: str, value: bytes, timeout: float) -> bytes:
+def ask_publisher(member: Member, store: str, what: str, value: bytes, timeout: float) -> bytes:
     """The publisher's answer to a word. Raises `PeerLost` where there is none, or why the job ended."""
-    answers: SimpleQueue[bytes] = SimpleQueue()
-    member.client.on_told(topic(store, answer), lambda _, found: answers.put(found))
-    member.client.tell(PUBLISHER, topic(store, what), value)
-    try:
-        return answers.get(timeout=timeout)
-    except Empty:
-        member.check()
+    found = member.client.ask([PUBLISHER], topic(store, what), value, timeout)
+    if PUBLISHER not in found:
+        if member.client.ended.is_set():
+            raise member.client.error()
         raise PeerLost(
             f"{PUBLISHER} did not answer this process within {timeout:g} s: can it reach it, and does it still publish "
             f"versions of {store}?"
-        ) from None
-    finally:
-        member.client.on_told(topic(store, answer), None)
+        )
+    return found[PUBLISHER]
 
 
 def list_versions(member: Member, store: str, timeout: float = 60.0) -> Listing:
     """What the publisher of ``store`` knows. Raises as `ask_publisher`."""
-    return decode_message(ask_publisher(member, store, "list", "listed", b"", timeout), Listing)
+    return decode_message(ask_publisher(member, store, "list", b"", timeout), Listing)

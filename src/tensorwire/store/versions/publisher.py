@@ -26,6 +26,7 @@ from tensorwire.store.endpoints import show
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.versions.buffers import Buffers, BufferState
 from tensorwire.store.versions.cuts import Cut, CutReport, granted, held, report_bytes
+from tensorwire.store.versions.events import Events
 from tensorwire.store.versions.handover import Announcement, Giver, announce
 from tensorwire.store.versions.listing import Listing, VersionState, topic
 from tensorwire.store.versions.readers import Readers
@@ -59,7 +60,8 @@ class Publisher:
         self._member, self._name, self._plan, self._grant = member, name, plan, grant
         self._asked, self._requests = asked, itertools.count(1)
         member.client.on_told(topic(name, "ask"), self._ask)
-        member.client.on_told(topic(name, "list"), self._list)
+        member.client.answer(topic(name, "list"), self._list)
+        self._events = Events(member, name)
         self._layout = VersionLayout(plan, by_bucket=by_bucket)
         self._by_bucket, self._buffers = by_bucket, Buffers(count)
         check_memory(count * self._layout.nbytes, f"{name}, for versions of it,")
@@ -69,7 +71,7 @@ class Publisher:
         memory = [map_buffer(fd, self._layout.nbytes) for fd in self.files.descriptors]
         self._heads = [each[: self._layout.data] for each in memory]
         self._last: list[Version | None] = [None] * count  # by buffer: what was published last from it
-        self._readers = Readers(member, name, memory, member.client.welcome.lost_after)
+        self._readers = Readers(member, name, memory, self._events)
         self._giver = Giver(name, Path(f"{self.files.path}.socket"), self.files.descriptors)
         self._closed = threading.Event()
         self._regions: list[Region] = []
@@ -111,12 +113,12 @@ class Publisher:
         with contextlib.suppress(DeviceError):  # worker 0 is gone
             self._asked.send(next(self._requests))
 
-    def _list(self, asker: str, _: bytes) -> None:
+    def _list(self, *_: object) -> bytes:
         pairs = zip(self._last, self._buffers.states, strict=True)
         kept = [(v, s.value) for v, s in pairs if v and s in (BufferState.PUBLISHED, BufferState.DRAINING)]
         kept.sort(key=lambda pair: -pair[0].counter)
         found = Listing([VersionState(str(v), v.step, state) for v, state in kept], self._readers.states)
-        self._member.client.tell(asker, topic(self._name, "listed"), msgspec.msgpack.encode(found))
+        return msgspec.msgpack.encode(found)
 
     # ---- one version
 
@@ -171,6 +173,7 @@ class Publisher:
         self._last[cut.buffer] = manifest.version
         self._readers.announce(cut.counter, cut.buffer)
         self._buffers.publish(cut.buffer)
+        self._events.add(f"version {manifest.version} of step {cut.step:,}")
         if failpoints.listener is not None:
             failpoints.reach("primary", 0, cut.counter, "version_published")
 
@@ -188,6 +191,7 @@ class Publisher:
         self._closed.set()
         for what in ("ask", "list"):
             self._member.client.on_told(topic(self._name, what), None)
+        self._events.close()
         self._giver.close()
         for region in self._regions:
             region.close()

@@ -23,6 +23,7 @@ import numpy as np
 from tensorwire.control import Member
 from tensorwire.device import Device, Region
 from tensorwire.errors import TensorwireError
+from tensorwire.store.versions.events import Events
 from tensorwire.store.versions.listing import ReaderState, topic
 
 WORD = 8
@@ -77,22 +78,24 @@ class _Reader:
 class Readers:
     """The readers of a store.
 
-    ``buffers``: the memory of the snapshot buffers. A lease is revoked after ``silent`` seconds without a change.
+    ``buffers``: the memory of the snapshot buffers. A lease is revoked where it does not change for as long as a member
+    may be silent.
     """
 
-    def __init__(self, member: Member, store: str, buffers: list[memoryview], silent: float) -> None:
-        self._member, self._store, self._memory, self._silent = member, store, buffers, silent
+    def __init__(self, member: Member, store: str, buffers: list[memoryview], events: Events) -> None:
+        self._member, self._store, self._memory, self._events = member, store, buffers, events
+        self._silent = member.client.welcome.lost_after
         self._boards = _on_all(member.devices.values(), WORD * (1 + len(buffers)))
         self._buffers: dict[str, list[Region]] = {}  # by device, once somebody needs them
         self._readers: dict[str, _Reader] = {}  # by name
         self._lock = threading.Lock()
-        member.client.on_told(topic(store, "hello"), self._come)
+        member.client.answer(topic(store, "hello"), self._come)
         member.client.on_told(topic(store, "report"), self._note)
         self._forget_left = member.client.on_reader_left(self._drop)
 
     # ---- readers come and go; all of it in the control thread, so that whatever is wrong must not raise
 
-    def _come(self, reader: str, word: bytes) -> None:
+    def _come(self, reader: str, word: bytes) -> bytes:
         """Opens to a reader what it needs. Nothing connects to it: it may be where nobody reaches it."""
         with contextlib.suppress(TensorwireError, msgspec.MsgspecError, KeyError):
             hello = msgspec.msgpack.decode(word, type=Hello)
@@ -101,11 +104,13 @@ class Readers:
             with self._lock:
                 state = ReaderState(reader, f"{hello.machine}, process {hello.process}")
                 self._readers[reader] = _Reader(lease, state)
+            self._events.add(f"{reader} came: {state.machine}")
             if device is None or lease is None:
-                return
+                return b""
             buffers = [each.remote("read").pack() for each in self.buffers(device)]
             opened = Opened(self._boards[device.name].remote("read").pack(), buffers, lease.remote("write").pack())
-            self._member.client.tell(reader, topic(self._store, "opened"), msgspec.msgpack.encode(opened))
+            return msgspec.msgpack.encode(opened)
+        return b""
 
     def buffers(self, device: Device) -> list[Region]:
         """The snapshot buffers, for peers over a network."""
@@ -125,7 +130,10 @@ class Readers:
         """A reader is gone, and holds nothing."""
         with self._lock:
             found = self._readers.pop(reader, None)
-        if found is not None and found.lease is not None:
+        if found is None:
+            return
+        self._events.add(f"{reader} left: {found.state.machine}")
+        if found.lease is not None:
             found.lease.close()
 
     @property

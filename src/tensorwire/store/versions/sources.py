@@ -200,7 +200,7 @@ class Leases(Source):
         self._timeout = timeout
         self._channel = member.channel(PUBLISHER)
         hello = _hello(self._channel.device.name)
-        opened = decode_message(ask_publisher(member, store, "hello", "opened", hello, timeout), Opened)
+        opened = decode_message(ask_publisher(member, store, "hello", hello, timeout), Opened)
         self._board = RemoteRegion.unpack(opened.board)
         self._buffers = [RemoteRegion.unpack(each) for each in opened.buffers]
         self.device = self._channel.device.name
