@@ -21,6 +21,7 @@ from tensorwire import errors
 from tensorwire.launch import Job, init
 
 if TYPE_CHECKING:
+    from tensorwire import files as files
     from tensorwire import store as store
     from tensorwire import torch as torch
     from tensorwire.torch.graph.placement.scope import worker
@@ -30,7 +31,7 @@ __all__ = ["Job", "__version__", "errors", "init", "worker"]  # without torch: a
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("store", "torch"):  # loaded when first used: importing torch takes seconds
+    if name in ("files", "store", "torch"):  # loaded when first used: importing torch takes seconds
         return importlib.import_module(f"tensorwire.{name}")
     if name == "worker":
         value = importlib.import_module("tensorwire.torch.graph.placement.scope").worker

@@ -11,6 +11,7 @@ import click
 from tensorwire.cli.audit import audit
 from tensorwire.cli.bench import bench
 from tensorwire.cli.doctor import doctor
+from tensorwire.cli.mount import ls, mount
 from tensorwire.cli.plan.command import plan
 from tensorwire.cli.run import run
 from tensorwire.cli.trace import trace
@@ -37,6 +38,8 @@ group.add_command(plan)
 group.add_command(trace)
 group.add_command(audit)
 group.add_command(versions)
+group.add_command(ls)
+group.add_command(mount)
 
 
 def main() -> None:

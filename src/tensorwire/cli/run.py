@@ -71,6 +71,12 @@ def _fates(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
 @click.option("--tensorboard", metavar="DIR", help="Write what job.report() gets to TensorBoard files in DIR.")
 @click.option(
+    "--checkpoints",
+    type=click.Path(exists=True, file_okay=False, writable=True, resolve_path=True),
+    metavar="DIR",
+    help="Show DIR in the job's folder, see tensorwire mount.",
+)
+@click.option(
     "--fates", metavar="DIR", callback=_fates, help="Write what became of every push there, for tensorwire audit."
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

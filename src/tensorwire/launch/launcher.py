@@ -69,6 +69,7 @@ class RunOptions:
     metrics: str | None = None
     trace: Trace | None = None
     tensorboard: str | None = None
+    checkpoints: str | None = None
     fates: str | None = None
 
     def check(self) -> None:
@@ -206,6 +207,8 @@ class Launcher:
         self._guard = Guard(lambda status: self._events.put(("guard", 0, status)))
         self._guard.remove(job_folder(self._job))
         base = self._view.environment(os.environ)
+        if o.checkpoints is not None:
+            base["TENSORWIRE_CHECKPOINTS"] = o.checkpoints
         if o.tensorboard is not None:
             base["TENSORWIRE_TENSORBOARD"] = os.path.abspath(o.tensorboard)  # noqa: PTH100 (keeps links)
         if o.fates is not None:

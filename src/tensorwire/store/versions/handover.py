@@ -29,12 +29,13 @@ _ONE = b"\0"
 
 class Announcement(msgspec.Struct, frozen=True):
     """What a publisher tells everybody in the job: its store, where it is, its folder, and where the machine's
-    processes get descriptors."""
+    processes get descriptors; and the folder of the job's checkpoints, if it has one."""
 
     store: str
     where: Locality
     folder: str
     socket: str
+    checkpoints: str = ""
 
 
 def announce(member: Member, announcement: Announcement) -> None:

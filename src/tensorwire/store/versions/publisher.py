@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -75,7 +76,9 @@ class Publisher:
         self._giver = Giver(name, Path(f"{self.files.path}.socket"), self.files.descriptors)
         self._closed = threading.Event()
         self._regions: list[Region] = []
-        announce(member, Announcement(name, member.where, str(self.files.path), f"{self.files.path}.socket"))
+        checkpoints = os.environ.get("TENSORWIRE_CHECKPOINTS", "")
+        path = str(self.files.path)
+        announce(member, Announcement(name, member.where, path, f"{path}.socket", checkpoints))
         self._consumers: list[Consumer] = []
         self._reports: list[CutReport] = []
         self._thread = threading.Thread(target=self._run, args=(name,), name=f"{name} publisher", daemon=True)
