@@ -12,6 +12,7 @@ import msgspec
 from tensorwire.control import frames
 from tensorwire.control.coordinator import Report
 from tensorwire.control.names import STATS, member_name
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.launch.published import Published
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.store.versions.events import events_since
@@ -83,14 +84,15 @@ class ControlFiles:
         for index in range(servers):
             name = member_name("server", index)
             mine = [b for shard, buckets in enumerate(plan.buckets) if plan.server_of(shard) == index for b in buckets]
+            pieces = [piece for bucket in mine for piece in bucket.pieces]
             load = stats.get(name)
             said.append(
                 {
                     "server": name,
                     "address": self._published.member.card(name).interface,
-                    "bytes": sum(bucket.nbytes for bucket in mine),
+                    "bytes": sum((p.stop - p.start) * DTYPES[plan.tensors[p.tensor].dtype] for p in pieces),
                     "buckets": len(mine),
-                    "parameters": sorted({plan.tensors[p.tensor].name for b in mine for p in b.pieces}),
+                    "parameters": sorted({plan.tensors[p.tensor].name for p in pieces}),
                     "load": None if load is None else {"counters": load.counters, "seconds": load.seconds},
                 }
             )

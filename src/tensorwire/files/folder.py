@@ -7,7 +7,9 @@ import io
 import os
 import posixpath
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar, cast
 
 from tensorwire.errors import ArgumentError
 from tensorwire.files.held_versions import HeldVersions
@@ -21,7 +23,7 @@ from tensorwire.store.versions.version_files import MODEL
 from tensorwire.store.writing import KeyWriter
 
 _SECONDS = 60.0
-_LINKS = 8  # that a path may go through
+Result = TypeVar("Result")
 _READING = ("r", "rb")
 _WRITING = ("w", "wb", "r+b", "rb+")
 
@@ -95,7 +97,7 @@ class Folder:
             OSError: There is no such file, or the job has ended.
         """
         with as_os_errors(path):
-            return self.tree.status(self._follow(path))
+            return self._of_newest(path, lambda _, node: self.tree.status(node))
 
     def lstat(self, path: str) -> Status:
         """As `stat`, of a link itself.
@@ -140,8 +142,7 @@ class Folder:
             OSError: There is no such file, or the job has ended.
         """
         with as_os_errors(path):
-            path, node = self._resolve(path)
-            return self.real_path(path, node) or path
+            return self._of_newest(path, lambda found, node: self.real_path(found, node) or found)
 
     def real_path(self, path: str, node: Node) -> str:
         """The same on this machine; empty: there is none."""
@@ -176,21 +177,23 @@ class Folder:
             OSError: There is no such file, it cannot be opened that way, or the job has ended.
         """
         with as_os_errors(path):
-            path, node = self._resolve(path)
-            if isinstance(node, Real):
-                return node.path.open(mode)  # type: ignore[return-value]
-            if isinstance(node, Directory):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-            if isinstance(node, Pushes):
-                if mode not in _WRITING:
-                    raise PermissionError(errno.EACCES, "pushes can only be written: open it with 'wb'", path)
-                return self._open_pushes(path, node)
-            if mode not in _READING:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-            if isinstance(node, Text):
-                return io.BytesIO(node.content)
-            assert isinstance(node, Span)
-            return self._open_span(path, node)
+            return self._of_newest(path, lambda found, node: self._open(found, node, mode))
+
+    def _open(self, path: str, node: Node, mode: str) -> VersionFile | PushFile | io.IOBase:
+        if isinstance(node, Real):
+            return cast("io.IOBase", node.path.open(mode))
+        if isinstance(node, Directory):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if isinstance(node, Pushes):
+            if mode not in _WRITING:
+                raise PermissionError(errno.EACCES, "pushes can only be written: open it with 'wb'", path)
+            return self._open_pushes(path, node)
+        if mode not in _READING:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        if isinstance(node, Text):
+            return io.BytesIO(node.content)
+        assert isinstance(node, Span)
+        return self._open_span(path, node)
 
     def _open_span(self, path: str, node: Span) -> VersionFile:
         held = self._versions.hold(node.counter)
@@ -208,7 +211,17 @@ class Folder:
         return PushFile(path, writer, lambda text: tell_event(member, self._published.store, text))
 
     def _follow(self, path: str) -> Node:
-        return self._resolve(path)[1]
+        return self._of_newest(path, lambda _, node: node)
+
+    def _of_newest(self, path: str, call: Callable[[str, Node], Result]) -> Result:
+        """``call`` with a path without links, and what is there; again where that version has gone meanwhile."""
+        while True:
+            newest = self._versions.newest()
+            try:
+                return call(*self._resolve(path))
+            except FileNotFoundError:
+                if self._versions.newest() == newest:
+                    raise
 
     def _resolve(self, path: str) -> tuple[str, Node]:
         """A path without links, and what is there."""

@@ -143,9 +143,7 @@ def serve(folder: Folder, at: Path, ready: Callable[[], object]) -> None:
     Call it in the main thread. ``ready()``: called once other programs see it. Raises `Unsupported` where the kernel
     refuses.
     """
-    import mfusepy
-
-    from tensorwire.files.operations import Operations, drop_all
+    from tensorwire.files.operations import Mount, Operations, drop_all
 
     operations = Operations(folder, ready)
     over = threading.Event()
@@ -160,7 +158,7 @@ def serve(folder: Folder, at: Path, ready: Callable[[], object]) -> None:
     watcher = threading.Thread(target=watch, name="end of the job", daemon=True)
     watcher.start()
     try:
-        mfusepy.FUSE(
+        Mount(
             operations,
             str(at),
             raw_fi=True,

@@ -203,7 +203,15 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
     def _refuse(self, path: str, *_: Any) -> NoReturn:
         raise OSError(_REFUSED, os.strerror(_REFUSED), path)
 
-    create = mkdir = mknod = rmdir = unlink = rename = symlink = link = setxattr = removexattr = _refuse
+    create = mkdir = mknod = rmdir = unlink = rename = symlink = link = _refuse
+
+
+class Mount(mfusepy.FUSE):  # type: ignore[misc]
+    """Mounts, and returns when it was unmounted. The library's own forgets of which open file ``ftruncate`` is."""
+
+    def truncate_fuse_3(self, path: bytes, length: int, info: Any) -> int:
+        """As libfuse calls it."""
+        return int(self.operations.truncate(os.fsdecode(path), length, info.contents if info else None))
 
 
 def drop_all(operations: Operations) -> None:

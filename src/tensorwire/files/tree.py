@@ -258,7 +258,7 @@ class Tree:
         if isinstance(node, Text):
             return Status(stat.S_IFREG | 0o444, len(node.content), time.time_ns())
         if isinstance(node, Pushes):
-            return Status(stat.S_IFREG | 0o200, node.size, self._began)
+            return Status(stat.S_IFREG | 0o200, node.size, 0)  # no file is as old: rsync would leave it out
         if isinstance(node, Link):
             return Status(stat.S_IFLNK | 0o777, len(node.target), self._began)
         return Status(stat.S_IFDIR | 0o555, 0, self._began)

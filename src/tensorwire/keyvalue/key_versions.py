@@ -91,6 +91,7 @@ class KeyVersions:
             client = join_with(self._worker, spec, PublishedClient)
             client.course = self._calls.course
             self._client, self._publishing = client, Publishing(self._worker.rank, self._every, lambda: client)
+            self._worker.say_published()
             self._finish = partial(finish_all, self._calls.lock, [client])
             self._worker.at_close(self._finish, owner=self)
         return self._publishing

@@ -95,6 +95,7 @@ class Worker:
         self._collectives: Collectives | None = None
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # why the job failed
+        self._publishes = False  # and has said so
         self._over, self._left = threading.Event(), threading.Event()  # for the job, and for this worker
         self._pid = os.getpid()
         self._grace = grace_seconds(os.environ)
@@ -106,6 +107,13 @@ class Worker:
         member.client.on_end(self._ended)
 
     # ---- for the layers above
+
+    def say_published(self) -> None:
+        """Worker 0 tells people, once, where they find what the job publishes."""
+        if self.rank == 0 and not self._publishes:
+            self._publishes = True
+            job = self.member.client.welcome.job
+            print(f"tensorwire: job {job} publishes its weights: tensorwire ls {job}", file=sys.stderr, flush=True)
 
     @property
     def collectives(self) -> Collectives:

@@ -181,6 +181,7 @@ class StoreOptimizer(OptimizerState):
             self.load_state_dict(origin.state)
         if every is not None:
             self._publishing = Publishing(self._worker.rank, every, lambda: this._client)
+            self._worker.say_published()
             self._publishing.publish()
 
     # ---- a step
