@@ -57,9 +57,12 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not job:
             raise FileNotFoundError(errno.ENOENT, "say which job: tensorwire://JOB/PATH", path)
         with self._lock:
-            if job not in self._folders or self._folders[job].ended.is_set():
-                self._folders[job] = connect(job, number=self._number, timeout=self._timeout)
-            return self._folders[job], job, rest
+            found = self._folders.get(job)
+            if found is None or found.ended.is_set():
+                if found is not None:
+                    found.close()
+                found = self._folders[job] = connect(job, number=self._number, timeout=self._timeout)
+            return found, job, rest
 
     def _real(self, path: str, *, write: bool = True) -> str:
         """What ``path`` below ``checkpoints/`` is on this machine. Raises `OSError` for others: they are read-only."""
@@ -68,6 +71,13 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if isinstance(node, Real):
             return str(node.path)
         raise OSError(errno.EROFS if write else errno.ENOTSUP, os.strerror(errno.EROFS), path)
+
+    def close(self) -> None:
+        """Leaves the jobs. Idempotent."""
+        with self._lock:
+            folders, self._folders = list(self._folders.values()), {}
+        for folder in folders:
+            folder.close()
 
     # ---- reading
 

@@ -92,7 +92,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
         name, writes = path.strip("/"), info.flags & os.O_ACCMODE != os.O_RDONLY
         node = self._folder.node(path)
         if isinstance(node, Pushes):
-            if info.flags & os.O_ACCMODE == os.O_RDONLY:
+            if info.flags & os.O_ACCMODE != os.O_WRONLY:  # nor may it be mapped
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             if info.flags & os.O_APPEND:
                 raise OSError(errno.EINVAL, "a push has a size: nothing can be appended", path)
@@ -203,6 +203,11 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
     def _refuse(self, path: str, *_: Any) -> NoReturn:
         raise OSError(_REFUSED, os.strerror(_REFUSED), path)
 
+    def setxattr(self, path: str, *_: Any) -> int:
+        """There are none."""
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+
+    removexattr = setxattr
     create = mkdir = mknod = rmdir = unlink = rename = symlink = link = _refuse
 
 
