@@ -31,6 +31,7 @@ LAYERS = [
     "store",
     "launch",
     "keyvalue",
+    "files",
     "trace",
     "charts",
     "torch",
@@ -48,6 +49,7 @@ PUBLIC = {
         *("EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"),
         *("Every", "Listing", "Loader", "Reader", "ReaderState", "Staged", "VersionState", "connect"),
     },
+    "tensorwire.files": {"Folder", "PushFile", "Status", "VersionFile", "connect", "open"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["torch", "mxnet", "tensorflow", "verbs", "plot", "benchmarks", "testing"]
+Extra = Literal["torch", "mxnet", "tensorflow", "verbs", "plot", "benchmarks", "files", "testing"]
 
 
 def how_to_install(extra: Extra) -> str:

@@ -16,7 +16,7 @@ import pytest
 import tensorwire as tw
 from tensorwire.errors import Unsupported
 from tensorwire.files import Folder
-from tensorwire.files.mount import check_can_mount, unmount
+from tensorwire.files.mounting import check_can_mount, unmount
 from tests.fixtures import sandbox as sandbox
 from tests.harness.sandbox import Sandbox
 

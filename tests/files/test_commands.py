@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.errors import MissingPackage, Unsupported
-from tensorwire.files import mount
+from tensorwire.files import mounting
 from tests.files.conftest import SIZE, Keys
 from tests.harness.sandbox import Sandbox
 
@@ -45,19 +45,19 @@ def test_the_job_says_once_how_it_is_found(keys: Keys) -> None:
 def test_machines_that_cannot_mount_say_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("mfusepy")
     nothing = tmp_path / "fuse"
-    monkeypatch.setattr(mount, "_DEVICE", nothing)
+    monkeypatch.setattr(mounting, "_DEVICE", nothing)
     with pytest.raises(Unsupported, match="modprobe fuse"):
-        mount.check_can_mount()
+        mounting.check_can_mount()
     nothing.write_text("")
     nothing.chmod(0)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(Unsupported, match="fusermount3"):
-        mount.check_can_mount()
+        mounting.check_can_mount()
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/fusermount3")
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(Unsupported, match="chmod 0666"):
-        mount.check_can_mount()
+        mounting.check_can_mount()
     monkeypatch.setitem(__import__("sys").modules, "mfusepy", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'tensorwire\[files\]'"):
-        mount.check_can_mount()
+    with pytest.raises(MissingPackage, match=r"pip install '.\[files\]'"):
+        mounting.check_can_mount()

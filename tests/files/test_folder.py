@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import tensorwire as tw
 from tensorwire.files import Folder, VersionFile
-from tensorwire.files.names import file_name, parameter_name
+from tensorwire.files.file_names import file_name, parameter_name
 from tensorwire.observe import counters
 from tests.files.conftest import SIZE, Keys, wait_for
 from tests.harness.jobs import run_job

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.files.mount import find_folder, unmount
+from tensorwire.files.mounting import find_folder, unmount
 from tensorwire.store.versions.version_files import job_folder
 from tests.files.conftest import SIZE, Keys, mounting, need_mounts
 from tests.harness.sandbox import Sandbox, wait_for_end

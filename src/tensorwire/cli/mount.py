@@ -45,7 +45,7 @@ def mount(job: str, folder: str, daemon: bool, recover: bool, ready: int | None,
       tail -f job/control/events
       umount job
     """
-    from tensorwire.files.mount import check_can_mount, find_folder, in_background, say_ready, serve
+    from tensorwire.files.mounting import check_can_mount, find_folder, in_background, say_ready, serve
 
     check_can_mount()
     at = find_folder(folder, recover=recover)

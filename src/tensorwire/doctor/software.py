@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from tensorwire.doctor.findings import Finding, Section
+from tensorwire.errors import Unsupported
 from tensorwire.extras import how_to_install
+from tensorwire.files.mounting import check_can_mount
 
 
 def software(environment: Mapping[str, str] = os.environ) -> Section:
     """What is installed. PyTorch is not imported, which would take seconds."""
-    return Section("software", (Finding("Python", platform.python_version()), pytorch(), compiler(environment)))
+    return Section(
+        "software", (Finding("Python", platform.python_version()), pytorch(), compiler(environment), mounts())
+    )
 
 
 def pytorch() -> Finding:
@@ -24,6 +28,15 @@ def pytorch() -> Finding:
         return Finding("PyTorch", version("torch"))
     except PackageNotFoundError:
         return Finding("PyTorch", "not installed", "note", f"tw.torch and plans need it: {how_to_install('torch')}")
+
+
+def mounts() -> Finding:
+    """Whether ``tensorwire mount`` works here, and how."""
+    try:
+        return Finding("tensorwire mount", check_can_mount())
+    except Unsupported as error:
+        what, _, advice = str(error).partition(": ")
+        return Finding("tensorwire mount", f"no: {what}", "note", advice)
 
 
 def compiler(environment: Mapping[str, str]) -> Finding:

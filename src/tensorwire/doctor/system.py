@@ -37,7 +37,12 @@ def kernel() -> Section:
         _try("memfd with seals", _memfd, "stops", "shm and every region need it: Linux 3.17, not blocked by a sandbox"),
         _try("pidfd", _pidfd, "note", "without it the end of a process is noticed later: Linux 5.3"),
         _try("futex_waitv", _futex_waitv, "note", "without it a peer's death on shm is noticed later: Linux 5.16"),
-        _try("/dev/shm", _dev_shm, "note", "Tensorwire does not need it; PyTorch's DataLoader does"),
+        _try(
+            "/dev/shm",
+            _dev_shm,
+            "note",
+            "versions that readers get go there, if they fit; PyTorch's DataLoader needs it",
+        ),
     )
     return Section("kernel", findings)
 
@@ -68,7 +73,7 @@ def _futex_waitv() -> str:
 
 def _dev_shm() -> str:
     usage = shutil.disk_usage("/dev/shm")
-    return f"{size_text(usage.total)}, {size_text(usage.free)} free (not used by Tensorwire)"
+    return f"{size_text(usage.total)}, {size_text(usage.free)} free (used for versions that readers get)"
 
 
 def sockets() -> Section:

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from tensorwire.files.folder import Folder, connect
-from tensorwire.files.tree import Real, Status
+from tensorwire.files.tree import Status
 from tensorwire.files.version_file import VersionFile
 
 _TOGETHER = 8  # ranges that are read at once
@@ -67,9 +67,8 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _real(self, path: str, *, write: bool = True) -> str:
         """What ``path`` below ``checkpoints/`` is on this machine. Raises `OSError` for others: they are read-only."""
         folder, _, rest = self._find(path)
-        node = folder.node(rest) if rest.split("/")[0] == "checkpoints" else None
-        if isinstance(node, Real):
-            return str(node.path)
+        if rest.split("/")[0] == "checkpoints":
+            return folder.realpath(rest)
         raise OSError(errno.EROFS if write else errno.ENOTSUP, os.strerror(errno.EROFS), path)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.files.held_versions import HeldVersions
 from tensorwire.files.os_errors import as_os_errors
 from tensorwire.files.push_file import PushFile
-from tensorwire.files.tree import Directory, Link, Node, Pushes, Real, Span, Status, Text, Tree
+from tensorwire.files.tree import Directory, FileSpan, Link, Node, Pushes, Real, Status, Text, Tree
 from tensorwire.files.version_file import VersionFile
 from tensorwire.launch.published import Published, find_published
 from tensorwire.store.versions.events import tell_event
@@ -34,6 +34,9 @@ class Folder:
     Paths are relative to it: ``params/layer.weight``. One that begins with ``model.safetensors`` or ``params`` is of
     the version that is the newest when it is opened. Errors are those of files: `OSError` with the number that fits,
     such as ``ENODEV`` after the job's end.
+
+    Attributes:
+        tree (Tree): What is at which path.
     """
 
     def __init__(self, published: Published, timeout: float = _SECONDS) -> None:
@@ -82,7 +85,7 @@ class Folder:
                 return sorted(entry.name for entry in node.path.iterdir())
             if not isinstance(node, Directory):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            return self.names(node, path)
+            return sorted(node.names())
 
     def stat(self, path: str) -> Status:
         """What is known of a file or folder; links are followed.
@@ -142,26 +145,7 @@ class Folder:
             OSError: There is no such file, or the job has ended.
         """
         with as_os_errors(path):
-            return self._of_newest(path, lambda found, node: self.real_path(found, node) or found)
-
-    def real_path(self, path: str, node: Node) -> str:
-        """The same on this machine; empty: there is none."""
-        if isinstance(node, Real):
-            return str(node.path)
-        local = self.tree.local
-        whole = isinstance(node, Span) and path.endswith("/" + MODEL)
-        return str(local / path.removeprefix("versions/")) if local is not None and whole else ""
-
-    def node(self, path: str) -> Node:
-        """What is at a path whose links were followed, if they are to be. Raises as `stat`."""
-        with as_os_errors(path):
-            self._check_open()
-            return self.tree.find(path)
-
-    def names(self, node: Directory, path: str) -> list[str]:
-        """What is in a folder. Raises as `listdir`."""
-        with as_os_errors(path):
-            return sorted(node.names())
+            return self._of_newest(path, lambda found, node: self.tree.real_path(found, node) or found)
 
     def open(self, path: str, mode: str = "rb") -> VersionFile | PushFile | io.IOBase:
         """Opens a file.
@@ -192,13 +176,13 @@ class Folder:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         if isinstance(node, Text):
             return io.BytesIO(node.content)
-        assert isinstance(node, Span)
+        assert isinstance(node, FileSpan)
         return self._open_span(path, node)
 
-    def _open_span(self, path: str, node: Span) -> VersionFile:
+    def _open_span(self, path: str, node: FileSpan) -> VersionFile:
         held = self._versions.hold(node.counter)
         try:
-            real = self.real_path(path, node)
+            real = self.tree.real_path(path, node)
             return VersionFile(path, real, held, node.head, node.start, self.tree.status(node))
         except BaseException:
             held.close()

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from tensorwire.launch.published import Published
+from tensorwire.store.versions.read_spans import ReadSpan, Selection
 from tensorwire.store.versions.sources import Bytes, OpenVersion
-from tensorwire.store.versions.spans import ReadSpan, Selection
 from tensorwire.store.versions.version_layout import Manifest
 
 _BLOCK = 4 << 20  # bytes that are read at once at least
 _BLOCKS = 16  # that are kept
+_CAUSE_SECONDS = 1.0  # that the job's end may come after the end of its versions
 _AHEAD = 4  # that are read at once where a program reads on
 
 
@@ -39,7 +40,10 @@ class HeldVersion:
 
         Raises `VersionExpired`, `PeerLost`, `WaitTimeout`, or why the job ended.
         """
-        with self._versions.published.member.explained(1.0):
+        member = self._versions.published.member
+        with member.explained(_CAUSE_SECONDS):
+            if self._opened.data is None and member.client.ended.is_set():
+                raise member.client.error()  # also of what is here: who reads is not to depend on that
             if self._opened.data is not None or memory.nbytes >= _BLOCK:
                 self.fetch([ReadSpan(start, 0, memory.nbytes)], memory)
             else:
@@ -69,12 +73,12 @@ class HeldVersions:
 
     def newest(self) -> int:
         """The counter of the newest version; 0: there is none yet."""
-        with self.published.member.explained(1.0):
+        with self.published.member.explained(_CAUSE_SECONDS):
             return self.published.source.newest()
 
     def kept(self) -> list[int]:
         """The counters of those that may be opened, the oldest first."""
-        with self.published.member.explained(1.0):
+        with self.published.member.explained(_CAUSE_SECONDS):
             kept = self.published.source.kept()
         with self._lock:
             return sorted({*kept, *self._held})
@@ -84,7 +88,7 @@ class HeldVersions:
         with self._lock:
             held = self._held.get(counter)
             if held is None:
-                with self.published.member.explained(1.0):
+                with self.published.member.explained(_CAUSE_SECONDS):
                     held = HeldVersion(self, self.published.source.open(counter))
                 self._held[counter] = held
             held.files += 1

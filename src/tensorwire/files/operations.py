@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import mfusepy
 
 from tensorwire.files.folder import Folder
+from tensorwire.files.os_errors import as_os_errors
 from tensorwire.files.push_file import PushFile
-from tensorwire.files.tree import Directory, Link, Pushes, Real, Span, Text
+from tensorwire.files.tree import Directory, FileSpan, Link, Node, Pushes, Real, Text
 from tensorwire.files.version_file import VersionFile
 
 _EVENTS = "control/events"
@@ -43,14 +44,21 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
 
     # ---- what there is
 
+    def _find(self, path: str) -> Node:
+        if self._folder.ended.is_set():
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), path)
+        with as_os_errors(path):
+            return self._folder.tree.find(path)
+
     def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
         """Kind, size, times."""
-        node = self._folder.node(path)
+        node = self._find(path)
         if isinstance(node, Real):
             node = Link(str(node.path))
-        found = self._folder.tree.status(node)
+        with as_os_errors(path):
+            found = self._folder.tree.status(node)
         mode, size = found.st_mode, found.st_size
-        if isinstance(node, Span) and (real := self._folder.real_path(path.strip("/"), node)):
+        if isinstance(node, FileSpan) and (real := self._folder.tree.real_path(path.strip("/"), node)):
             mode, size = stat.S_IFLNK | 0o777, len(real)
         return {
             "st_mode": mode,
@@ -64,21 +72,22 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
 
     def readlink(self, path: str) -> str:
         """Where a link leads: below this folder, or on this machine."""
-        node = self._folder.node(path)
+        node = self._find(path)
         if isinstance(node, Real):
             return str(node.path)
         if isinstance(node, Link):
             return node.target
-        if isinstance(node, Span) and (real := self._folder.real_path(path.strip("/"), node)):
+        if isinstance(node, FileSpan) and (real := self._folder.tree.real_path(path.strip("/"), node)):
             return real
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
 
     def readdir(self, path: str, fh: Any) -> Iterable[str]:
         """The names in a folder."""
-        node = self._folder.node(path)
+        node = self._find(path)
         if not isinstance(node, Directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        return [".", "..", *self._folder.names(node, path)]
+        with as_os_errors(path):
+            return [".", "..", *sorted(node.names())]
 
     def statfs(self, path: str) -> dict[str, int]:
         """The size of a version."""
@@ -90,7 +99,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
     def open(self, path: str, info: Any) -> int:
         """Opens a file; what the kernel may keep of it goes into ``info``."""
         name, writes = path.strip("/"), info.flags & os.O_ACCMODE != os.O_RDONLY
-        node = self._folder.node(path)
+        node = self._find(path)
         if isinstance(node, Pushes):
             if info.flags & os.O_ACCMODE != os.O_WRONLY:  # nor may it be mapped
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
@@ -122,7 +131,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
         if isinstance(opened, PushFile):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), path)
         if isinstance(opened, str):
-            node = self._folder.node(opened)
+            node = self._find(opened)
             opened = node.content if isinstance(node, Text) else b""
         return opened[offset : offset + size]
 
@@ -138,7 +147,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
 
     def truncate(self, path: str, length: int, info: Any = None) -> int:
         """A program that replaces a file says so first."""
-        node = self._folder.node(path)
+        node = self._find(path)
         if not isinstance(node, Pushes):
             raise OSError(_REFUSED, os.strerror(_REFUSED), path)
         if info is not None:
@@ -178,7 +187,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
 
     def access(self, path: str, mode: int) -> int:
         """Whether something may be done. The mount is its user's alone."""
-        node = self._folder.node(path)
+        node = self._find(path)
         if mode & os.W_OK and not isinstance(node, Pushes):
             raise OSError(_REFUSED, os.strerror(_REFUSED), path)
         return 0
@@ -196,7 +205,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
         return self._ignore(path)
 
     def _ignore(self, path: str) -> int:
-        if not isinstance(self._folder.node(path), Pushes):
+        if not isinstance(self._find(path), Pushes):
             self._refuse(path)
         return 0
 

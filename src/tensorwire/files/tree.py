@@ -29,8 +29,8 @@ import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.files.control_files import ControlFiles
+from tensorwire.files.file_names import file_name
 from tensorwire.files.held_versions import HeldVersions
-from tensorwire.files.names import file_name, parameter_name
 from tensorwire.launch.published import Published
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.versions.sources import Files
@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """``nbytes`` at ``start`` of version ``counter``'s file, behind ``head``."""
 
     counter: int
@@ -119,7 +119,7 @@ class Real:
     path: Path
 
 
-Node = Directory | Link | Span | Text | Pushes | Real
+Node = Directory | Link | FileSpan | Text | Pushes | Real
 
 
 class Tree:
@@ -197,24 +197,26 @@ class Tree:
         if len(parts) == 2:
             return Directory(lambda: (MODEL, "params"))
         if len(parts) == 3 and name == MODEL:
-            return Span(counter, 0, self._published.layout.nbytes)
+            return FileSpan(counter, 0, self._published.layout.nbytes)
         if len(parts) == 3 and name == "params":
             return Directory(lambda: self._names)
         if len(parts) == 4 and parts[2] == "params" and name in self._names:
             return self._parameter(counter, name)
         raise nothing
 
-    def _parameter(self, counter: int, name: str) -> Span:
+    def _parameter(self, counter: int, name: str) -> FileSpan:
         if name in self._held:
             held = self._held[name]
-            return Span(counter, held.start, _nbytes(held))
+            return FileSpan(counter, held.start, _nbytes(held))
         held = self._held[name.removesuffix(_NPY)]
-        return Span(counter, held.start, _nbytes(held), _npy_header(held))
+        return FileSpan(counter, held.start, _nbytes(held), _npy_header(held))
 
-    @staticmethod
-    def parameter(name: str) -> str:
-        """The parameter whose file has that name."""
-        return parameter_name(name)
+    def real_path(self, path: str, node: Node) -> str:
+        """The same on this machine, for other programs; empty: there is none."""
+        if isinstance(node, Real):
+            return str(node.path)
+        whole = isinstance(node, FileSpan) and path.endswith("/" + MODEL)
+        return str(self.local / path.removeprefix("versions/")) if self.local is not None and whole else ""
 
     # ---- versions
 
@@ -252,7 +254,7 @@ class Tree:
         if isinstance(node, Real):
             found = node.path.stat()
             return Status(found.st_mode, found.st_size, found.st_mtime_ns)
-        if isinstance(node, Span):
+        if isinstance(node, FileSpan):
             manifest = self.manifest(node.counter)
             return Status(stat.S_IFREG | 0o444, node.size, manifest.time, manifest.version)
         if isinstance(node, Text):

@@ -33,7 +33,7 @@ _PATIENCE = 60.0  # between looks at the job while a writer writes
 _AGAIN = 0.005  # seconds before a wait that another's loss has ended begins again
 
 
-class Share(NamedTuple):
+class KeyShare(NamedTuple):
     """What server ``server`` has of a tensor: ``nbytes`` at ``start``, in these buckets. It lies at a page."""
 
     server: int
@@ -42,13 +42,13 @@ class Share(NamedTuple):
     buckets: tuple[Bucket, ...]
 
 
-def shares(plan: StorePlan, tensor: int) -> list[Share]:
+def shares(plan: StorePlan, tensor: int) -> list[KeyShare]:
     """Those of a tensor that shares no bucket, by server."""
     size, found = DTYPES[plan.tensors[tensor].dtype], []
     for server, buckets in enumerate(plan.buckets):
         mine = tuple(b for b in buckets if b.nbytes and b.first[0] == tensor)
         if mine:
-            found.append(Share(server, mine[0].first[1] * size, sum(b.nbytes for b in mine), mine))
+            found.append(KeyShare(server, mine[0].first[1] * size, sum(b.nbytes for b in mine), mine))
     return found
 
 
@@ -118,7 +118,7 @@ class Writers:
 
     # ---- in a thread for each region
 
-    def _serve(self, region: Region, share: Share) -> None:
+    def _serve(self, region: Region, share: KeyShare) -> None:
         memory = memoryview(region)[PAGE:]
         first = share.buckets[0].shard
         slots = [memory[b.shard - first : b.shard - first + b.nbytes] for b in share.buckets]

@@ -20,7 +20,7 @@ from tensorwire.observe import counters
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import PAGE, StorePlan
 from tensorwire.store.versions.listing import topic
-from tensorwire.store.writers import DONE, Given, Share, Wanted, shares
+from tensorwire.store.writers import DONE, Given, KeyShare, Wanted, shares
 
 _numbers = count(1)  # of this process's writers
 _LOOKS = (0.00002, 0.002)  # seconds between looks whether a push was applied: at first, and at most
@@ -80,7 +80,9 @@ class KeyWriter:
 class _Part:
     """What goes to one server."""
 
-    def __init__(self, member: Member, store: str, tensor: int, share: Share, window: Window, timeout: float) -> None:
+    def __init__(
+        self, member: Member, store: str, tensor: int, share: KeyShare, window: Window, timeout: float
+    ) -> None:
         self._member, self._store, self._share = member, store, share
         self._name = member_name("server", share.server)
         self._channel = member.channel(self._name)

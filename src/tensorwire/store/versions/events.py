@@ -20,7 +20,7 @@ _AT_ONCE = 1000  # lines of an answer
 _LENGTH = 200  # characters of a line
 
 
-class Lines(msgspec.Struct, frozen=True):
+class EventLines(msgspec.Struct, frozen=True):
     """Events from the ``first`` on, which has that number; the first of all has 0."""
 
     first: int
@@ -54,8 +54,8 @@ class Events:
             gone = self._count - len(self._lines)
             first = max(gone, min(int(number), self._count))
             lines = list(islice(self._lines, first - gone, first - gone + _AT_ONCE))
-            return msgspec.msgpack.encode(Lines(first, lines))
-        return msgspec.msgpack.encode(Lines(0, []))
+            return msgspec.msgpack.encode(EventLines(first, lines))
+        return msgspec.msgpack.encode(EventLines(0, []))
 
     def close(self) -> None:
         """The store has ended."""
@@ -63,9 +63,9 @@ class Events:
         self._member.client.on_told(topic(self._store, "event"), None)
 
 
-def events_since(member: Member, store: str, number: int, timeout: float = 60.0) -> Lines:
+def events_since(member: Member, store: str, number: int, timeout: float = 60.0) -> EventLines:
     """Some events of ``store`` from that number on, or from the first that is kept. Raises as `ask_publisher`."""
-    return decode_message(ask_publisher(member, store, "events", b"%d" % number, timeout), Lines)
+    return decode_message(ask_publisher(member, store, "events", b"%d" % number, timeout), EventLines)
 
 
 def tell_event(member: Member, store: str, text: str) -> None:

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
+from tensorwire.store.versions.read_spans import ReadSpan, Selection
 from tensorwire.store.versions.recording import Call, Load, RecordedTensor, Recording, recorded_in
 from tensorwire.store.versions.runs import SHORTEST, Rows, crowded, pack, runs, spans, touched
 from tensorwire.store.versions.sources import Bytes, Wanted
-from tensorwire.store.versions.spans import ReadSpan, Selection
 from tensorwire.store.versions.staging import mark_changed
 from tensorwire.store.versions.version_layout import FileTensor, Version
 

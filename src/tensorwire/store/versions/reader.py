@@ -24,10 +24,10 @@ from tensorwire.errors import ArgumentError, ChecksumMismatch, JobEnded, Protoco
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import Listing, ReaderState, list_versions, topic
 from tensorwire.store.versions.loader import Loader
+from tensorwire.store.versions.read_spans import Selection
 from tensorwire.store.versions.recording import Load
 from tensorwire.store.versions.selection import select
 from tensorwire.store.versions.sources import Bytes, Files, OpenVersion, Source, Wanted
-from tensorwire.store.versions.spans import Selection
 from tensorwire.store.versions.staging import Pairs, Staged, copy_into, match, views, whole_file
 from tensorwire.store.versions.version_files import MODEL
 from tensorwire.store.versions.version_layout import Version, VersionLayout

@@ -12,8 +12,8 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 from tensorwire.store.sharding import ALIGNMENT
+from tensorwire.store.versions.read_spans import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.runs import runs
-from tensorwire.store.versions.spans import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.version_layout import FileTensor
 
 

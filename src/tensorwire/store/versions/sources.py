@@ -26,8 +26,8 @@ from tensorwire.messages import decode_message
 from tensorwire.observe import counters
 from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import ask_publisher, topic
+from tensorwire.store.versions.read_spans import ReadSpan, Selection
 from tensorwire.store.versions.readers import WORD, Hello, Opened, holds, read_board
-from tensorwire.store.versions.spans import ReadSpan, Selection
 from tensorwire.store.versions.version_files import CURRENT, MODEL, map_version
 from tensorwire.store.versions.version_layout import Manifest, VersionLayout, parse_manifest
 

@@ -9,8 +9,8 @@ import torch
 from tensorwire._native import gather
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import listed
+from tensorwire.store.versions.read_spans import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.sources import Bytes, OpenVersion
-from tensorwire.store.versions.spans import Chosen, ReadSpan, Selection
 from tensorwire.store.versions.version_layout import FileTensor, Version, VersionLayout
 
 _LARGE = 1 << 20  # bytes

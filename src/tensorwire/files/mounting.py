@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensorwire.errors import ArgumentError, MissingPackage, Unsupported
+from tensorwire.extras import how_to_install
 from tensorwire.files.folder import Folder
 
 KIND = "tensorwire"
 _DEVICE = Path("/dev/fuse")
 _HELPER = "fusermount3"
 _DETACH = 2  # MNT_DETACH of umount2(2)
+_NOSUID_NODEV = 2 | 4  # MS_NOSUID, MS_NODEV of mount(2)
+_IN_CONTAINERS = f"containers need --device {_DEVICE} --cap-add SYS_ADMIN"
 _LOOK_SECONDS = 3.0  # that a mount which works may take to say so
 _END_SECONDS = 10.0  # that one may take to go
 _THREADS = 10  # that wait for the kernel at most
@@ -39,14 +43,13 @@ def check_can_mount() -> str:
     try:
         import mfusepy as mfusepy
     except ModuleNotFoundError:
-        raise MissingPackage("tensorwire mount needs the package mfusepy: pip install 'tensorwire[files]'") from None
+        raise MissingPackage(f"tensorwire mount needs the package mfusepy: {how_to_install('files')}") from None
     except (OSError, RuntimeError) as error:
         raise Unsupported(f"tensorwire mount needs libfuse 3, such as Debian's package fuse3: {error}") from None
     if not _DEVICE.exists():
-        raise Unsupported(
-            f"there is no {_DEVICE}: load the module (modprobe fuse), or start the container with --device {_DEVICE}"
-        )
+        raise Unsupported(f"there is no {_DEVICE}: load the module (modprobe fuse); {_IN_CONTAINERS}")
     if os.geteuid() == 0:
+        _try_mount()
         return "yes: as root"
     helper = shutil.which(_HELPER)
     if helper is None:
@@ -54,6 +57,23 @@ def check_can_mount() -> str:
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         raise Unsupported(f"this user may not open {_DEVICE}: chmod 0666 {_DEVICE}, as most systems have it")
     return f"yes: by {helper}"
+
+
+def _try_mount() -> None:
+    """Mounts a folder that nobody serves, and takes it away: containers may be root and not allowed to."""
+    library = ctypes.CDLL(None, use_errno=True)
+    with tempfile.TemporaryDirectory() as at:
+        try:
+            fd = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unsupported(f"cannot open {_DEVICE}: {error.strerror}: {_IN_CONTAINERS}") from None
+        options = f"fd={fd},rootmode=40000,user_id=0,group_id=0".encode()
+        failed = library.mount(b"tensorwire-probe", os.fsencode(at), b"fuse", _NOSUID_NODEV, options)
+        number = ctypes.get_errno()
+        library.umount2(os.fsencode(at), _DETACH)
+        os.close(fd)
+    if failed:
+        raise Unsupported(f"root may not mount here: {os.strerror(number)}: {_IN_CONTAINERS}")
 
 
 class _Mounted(NamedTuple):
