@@ -153,6 +153,16 @@ def versions(options: Options) -> None:
     report_on(options, measure, rounds=(5, 2), seconds=(0.5, 0.02), shared=True)
 
 
+def files(options: Options) -> None:
+    """``tensorwire bench files``."""
+    from tensorwire.bench.job_files import workloads  # it imports torch
+
+    def measure(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+        return compare_all(workloads(options.devices, Limits(notes), notes, quick=options.quick), settings, notes)
+
+    report_on(options, measure, rounds=(5, 2), seconds=(0.5, 0.02), shared=True)
+
+
 def with_pause(record: Record) -> Record:
     """``record``; where it is a reader's pause, with that and its own copy in the details."""
     if record.mode != "commit" or record.limit_value is None:

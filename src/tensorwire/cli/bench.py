@@ -21,6 +21,7 @@ def bench() -> None:
       tensorwire bench store
       tensorwire bench faults
       tensorwire bench versions
+      tensorwire bench files
     """
 
 
@@ -66,6 +67,14 @@ def faults(**options: Any) -> None:
 def versions(**options: Any) -> None:
     """Weights for readers: reads, files, pauses and what training pays, beside copies in C and plain files."""
     _run("versions", **options)
+
+
+@bench.command()
+@plain
+@devices("How files are read and written.", "shm,tcp", "shm", "tcp")
+def files(**options: Any) -> None:
+    """A job as files: reads in Python and through a mount, pushes by writing, and what training pays."""
+    _run("files", **options)
 
 
 def _run(name: str, **options: Any) -> None:

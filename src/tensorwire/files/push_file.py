@@ -11,7 +11,7 @@ import io
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from tensorwire.files.os_errors import as_os_errors
 from tensorwire.store.writing import KeyWriter
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from tensorwire.files.folder import Folder
 
 
@@ -54,7 +52,7 @@ class PushFile(io.RawIOBase):
         """Whether all bytes of a push have come."""
         return self._here == [(0, self._memory.nbytes)]
 
-    def pwrite(self, data: Buffer, offset: int) -> int:
+    def pwrite(self, data: Any, offset: int) -> int:
         """Takes some bytes; the position stays.
 
         Args:
@@ -82,7 +80,7 @@ class PushFile(io.RawIOBase):
                 self._here = _joined([*self._here, (offset, end)])
         return given.nbytes
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: Any) -> int:
         """As `pwrite`, at the present position, which moves on.
 
         Args:

@@ -13,8 +13,6 @@ from tensorwire.files.held_versions import HeldVersion
 from tensorwire.files.os_errors import as_os_errors
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from tensorwire.files.folder import Folder
     from tensorwire.files.tree import Status
 
@@ -71,7 +69,7 @@ class VersionFile(io.RawIOBase):
                 self._held.read(self._start + offset + head.nbytes - self._head.nbytes, memory[head.nbytes : nbytes])
         return nbytes
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         """Fills memory from the present position on, without another copy.
 
         Args:
@@ -90,7 +88,7 @@ class VersionFile(io.RawIOBase):
             self._at += nbytes
         return nbytes
 
-    def preadinto(self, buffer: Buffer, offset: int) -> int:
+    def preadinto(self, buffer: Any, offset: int) -> int:
         """As `readinto`, from ``offset`` on; the position stays.
 
         Args:

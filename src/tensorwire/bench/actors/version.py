@@ -3,13 +3,16 @@
 All elements of the parameters are the number of steps. Words of readers: ``STATE:WHAT:COUNT``. In the state
 ``training`` the worker trains meanwhile and makes a version of each step, in the state ``idle`` it sleeps. COUNT
 readers take part; see `VersionReader.operation` for what they do. Words of a worker alone: ``K:steps``, so many steps,
-``K:version``, these and a version, and ``K:NAME``, one copy of the parameters by NAME of the library (``c/memory.c``).
+``K:version``, these and a version, ``K:loaded``, these while another
+program loads the newest version once, and ``K:NAME``, one copy of the parameters by NAME of the library
+(``c/memory.c``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +27,19 @@ from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, Run, timed
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.store.versions.staging import Staged
+from tensorwire.store.versions.version_files import job_folder
 
 BUFFERS = 3  # one is published, one is filled, and one is read
+_LOADER = """
+import glob, os, sys
+from safetensors.torch import load_file
+for line in sys.stdin:
+    (current,) = glob.glob(sys.argv[1] + "/store-*/current")
+    found = load_file(os.path.realpath(current) + "/model.safetensors")
+    copies = [tensor.clone() for tensor in found.values()]
+    del found
+    print("loaded", flush=True)
+"""
 _LONG = 60.0  # seconds between two looks at what there is to do
 
 
@@ -45,6 +59,8 @@ class Trainer:
         for p in self.params:
             p.grad = torch.full_like(p, -1.0)
         self.steps = self.versions = 0
+        self.job = job
+        self._loader: subprocess.Popen[bytes] | None = None
         self.seen = tw.store.connect(job.name)  # sees which versions there are
 
     def step(self, count: int = 1, *, version: bool = True) -> None:
@@ -77,8 +93,21 @@ class Trainer:
         steps, what = run.word.split(":")
         if what in ("steps", "version"):
             return timed(run, repeated(lambda: self.step(int(steps), version=what == "version")))
+        if what == "loaded":
+            return timed(run, repeated(lambda: self._loaded(int(steps))))
         pairs = [(torch.empty_like(p), p) for p in self.params]
         return timed(run, repeated(lambda: copy_all(pairs, library, what)))
+
+    def _loaded(self, steps: int) -> None:
+        if self._loader is None:
+            command = [sys.executable, "-c", _LOADER, str(job_folder(self.job.name))]
+            self._loader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._loader.stdin is not None
+        assert self._loader.stdout is not None
+        self._loader.stdin.write(b"\n")
+        self._loader.stdin.flush()
+        self.step(steps, version=False)
+        self._loader.stdout.readline()
 
 
 def repeated(work: Callable[[], object]) -> Callable[[int], object]:
@@ -108,6 +137,7 @@ class VersionReader:
         shapes = {name: shape for name, (_, shape) in self.reader.tensors.items()}
         self.module = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
         self.mine = {name: p.detach() for name, p in self.module.items()}
+        self.shown = self.mine  # what was read last
         self._library = library
         self._current = f"{self.reader.path.parents[1]}/current" if self.reader.route == "shm" else ""
         self._staged: Staged | None = None
@@ -115,6 +145,7 @@ class VersionReader:
 
     def run(self, run: Run, what: str) -> dict[str, float]:
         """A round: its seconds, and what else is told of it."""
+        self.shown = self.mine
         operation, before = self.operation(what), counts()
         for _ in range(run.warm):
             operation()
@@ -174,7 +205,7 @@ class VersionReader:
 
     def check(self) -> None:
         """Raises `SystemExit` unless all tensors are of one version."""
-        found = {float(value) for tensor in self.mine.values() for value in (tensor.min(), tensor.max())}
+        found = {float(value) for tensor in self.shown.values() for value in (tensor.min(), tensor.max())}
         if len(found) != 1:
             raise SystemExit(f"what was read is of {len(found)} versions")
 
@@ -204,7 +235,9 @@ def main(role: str, index: str, device: str, nbytes: str, tensors: str, readers:
                 lines.answer(trainer.alone(run, library))
     else:
         os.environ["TENSORWIRE_DEVICE"] = device
-        reader = VersionReader(lines.hello().split()[0], library)
+        from tensorwire.bench.actors.job_folder import FolderReader  # which stands on this
+
+        reader = FolderReader(lines.hello().split()[0], library)
         for run in lines.runs():
             _, what, count = run.word.split(":")
             lines.answer(**(reader.run(run, what) if int(index) < int(count) else {}))
