@@ -106,6 +106,19 @@ def test_versions_over_tcp(sandbox: Sandbox) -> None:
     }
 
 
+@pytest.mark.slow
+def test_files(sandbox: Sandbox) -> None:
+    result, records = bench(sandbox, *OURS, "files")
+    modes = ["file-read", "step-loaded", "file-pushed"]
+    if "skipped: mounts" not in result.err:
+        modes += ["mount-here", "mount-warm", "mount-cold"]
+        assert peers(records, mode="mount-cold") == ["tensorwire", "tmpfs"]
+    assert {r["mode"] for r in records} == set(modes)
+    assert costs(records, peer="tensorwire", mode="file-read", device="shm") == {(1, 0, 0)}
+    assert peers(records, mode="file-pushed", device="tcp") == ["tensorwire", "KeyValue.push"]
+    assert {r["bench"] for r in records} == {"files"}
+
+
 def test_verbs_needs_rdma_and_says_so(sandbox: Sandbox) -> None:
     if Path("/sys/class/infiniband").exists():
         pytest.skip("there is RDMA here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -124,16 +125,19 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
     def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
-        """Some bytes."""
+        """Some bytes of text."""
         opened = self._open[info.fh]
-        if isinstance(opened, VersionFile):
-            return opened.pread(size, offset)
-        if isinstance(opened, PushFile):
+        if isinstance(opened, (VersionFile, PushFile)):  # those of versions: `read_into`
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), path)
         if isinstance(opened, str):
             node = self._find(opened)
             opened = node.content if isinstance(node, Text) else b""
         return opened[offset : offset + size]
+
+    def read_into(self, memory: Any, offset: int, info: Any) -> int | None:
+        """Fills memory with bytes of a version; None: it is another file."""
+        opened = self._open[info.fh]
+        return opened.preadinto(memory, offset) if isinstance(opened, VersionFile) else None
 
     def _pushes(self, info: Any, path: str) -> PushFile:
         opened = self._open.get(info.fh) if info is not None else None
@@ -221,7 +225,16 @@ class Operations(mfusepy.Operations):  # type: ignore[misc]
 
 
 class Mount(mfusepy.FUSE):  # type: ignore[misc]
-    """Mounts, and returns when it was unmounted. The library's own forgets of which open file ``ftruncate`` is."""
+    """Mounts, and returns when it was unmounted.
+
+    The library's own forgets of which open file ``ftruncate`` is, and copies what is read twice more.
+    """
+
+    def read(self, path: bytes, buffer: Any, size: int, offset: int, info: Any) -> int:
+        """As libfuse calls it."""
+        memory = (ctypes.c_ubyte * size).from_address(ctypes.addressof(buffer.contents))
+        nbytes: int | None = self.operations.read_into(memory, offset, info.contents)
+        return super().read(path, buffer, size, offset, info) if nbytes is None else nbytes
 
     def truncate_fuse_3(self, path: bytes, length: int, info: Any) -> int:
         """As libfuse calls it."""

@@ -110,8 +110,8 @@ class VersionFile(io.RawIOBase):
         Returns:
             The bytes: fewer at the end of the file. Errors are those of `readinto`.
         """
-        memory = bytearray(max(0, min(nbytes, self._size - offset)))
-        return bytes(memory[: self.preadinto(memory, offset)])
+        memory = np.empty(max(0, min(nbytes, self._size - offset)), np.uint8)
+        return memory[: self.preadinto(memory, offset)].tobytes()
 
     def readall(self) -> bytes:
         """All bytes from the present position on."""
