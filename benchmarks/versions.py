@@ -27,7 +27,7 @@ from tensorwire.charts.figure import save_picture
 MIB = 2**20
 SIZES, QUICK_SIZES = (4 * MIB, 64 * MIB, 512 * MIB), (MIB, 4 * MIB)
 MANY = 512  # tensors, of which the smallest size is measured, too
-PULL, MODULE = f"{OURS}, pull alone", f"{OURS}, load_into"
+PULL, MODULE, FILE = f"{OURS}, pull alone", f"{OURS}, load_into", f"{OURS}, a file"
 _OVER_LINK = 0.90
 _PEERS = (
     Peer("rpc", "weights.py", ("torch.distributed.rpc",), "pip install torch"),
@@ -82,7 +82,11 @@ def workload(weights: Weights, peers: Sequence[tuple[Peer, tuple[str, ...]]], fo
 def over_link(nbytes: int, rate: str, places: Places) -> Workload:
     """A reader at the other end of a cable, while the worker trains; against iperf3 beside the same worker."""
     ours = Weights(nbytes, "tcp").contender(places, actor("weights", ACTORS))
-    contenders = (replace(ours, word="training:pull:1"), replace(ours, name="iperf3", word="training:iperf:1"))
+    contenders = (
+        replace(ours, word="training:pull:1"),
+        replace(ours, name=FILE, word="training:readinto:1"),
+        replace(ours, name="iperf3", word="training:iperf:1"),
+    )
     made = Weights(nbytes, "tcp").workload("read-training", contenders, "iperf3", Target(shares={"iperf3": _OVER_LINK}))
     return replace(made, name=f"{made.name}, over a link of {rate}")
 

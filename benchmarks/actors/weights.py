@@ -20,8 +20,9 @@ import torch
 
 import tensorwire as tw
 from tensorwire.bench.actors import store_job, version
+from tensorwire.bench.actors.job_folder import FolderReader
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.actors.version import Trainer, VersionReader, clocked
+from tensorwire.bench.actors.version import Trainer, clocked
 
 _LOCAL = "127.0.0.1"
 _WORD = 8  # bytes of a version's counter
@@ -36,7 +37,7 @@ def serve(trainer: Trainer, listener: socket.socket) -> None:
         asking.sendall(trainer.publish().to_bytes(_WORD, "little"))
 
 
-class AskingReader(VersionReader):
+class AskingReader(FolderReader):
     """It also asks for versions. ``trainer``: where; ``host``: where iperf3 listens."""
 
     def __init__(self, address: str, trainer: str, host: str) -> None:

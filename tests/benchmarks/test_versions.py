@@ -38,7 +38,7 @@ def test_over_a_link(sandbox: Sandbox) -> None:
     if "skipped" in result.err:
         assert "--link 1gbit: " in result.err
         pytest.skip(result.err.strip())
-    assert peers(records, mode="read-training") == ["tensorwire", "iperf3"]
+    assert peers(records, mode="read-training") == ["tensorwire", versions.FILE, "iperf3"]
     assert all(r["details"]["steps_per_second"] > 0 for r in records)
     assert not list(Path("/run/netns").glob("tw-bench-*"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,6 +255,11 @@ def test_keys_of_other_dtypes_and_without_elements(opens: Open, keys: Keys) -> N
 # ---- the same by other programs
 
 
+def is_here(command: str) -> bool:
+    """Whether the program is installed, where it may not be."""
+    return not command.startswith("rsync") or shutil.which("rsync") is not None
+
+
 def test_programs_push(keys: Keys, sandbox: Sandbox, tmp_path: Path) -> None:
     source = tmp_path / "ones"
     source.write_bytes(ONE)
@@ -281,7 +287,7 @@ def test_programs_push(keys: Keys, sandbox: Sandbox, tmp_path: Path) -> None:
             f"{sys.executable} -c \"import numpy as np, os; np.ones({SIZE // 4}, 'f4').tofile(os.environ['W'])\"",
         ]
         wanted = keys.values()[0]
-        for command in good:
+        for command in filter(is_here, good):
             assert shell(command) == (0, ""), command
             wanted += 1
             assert (keys.values()[0] == wanted).all(), command
@@ -300,6 +306,8 @@ def test_programs_push(keys: Keys, sandbox: Sandbox, tmp_path: Path) -> None:
             "ln -s ones $W.l": "Read-only file system",
         }
         for command, why in bad.items():
+            if not is_here(command):
+                continue
             status, said = shell(command)
             assert status != 0, command
             assert why in said, (command, said)

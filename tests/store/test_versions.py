@@ -427,16 +427,21 @@ def stopped(job: Job) -> tuple[str, float]:
     return str(raised.value), only(tensors)
 
 
-def impatient() -> None:
-    """A lease counts for a moment."""
-    from tensorwire.store.versions import publisher
+def leases_count(seconds: float) -> None:
+    """For so long without a sign of life."""
     from tensorwire.store.versions.readers import Readers
 
-    publisher.Readers = lambda member, store, buffers, _: Readers(member, store, buffers, 0.05)  # type: ignore
+    begin = Readers.__init__
+
+    def begun(readers: Readers, *arguments: Any) -> None:
+        begin(readers, *arguments)
+        readers._silent = seconds
+
+    Readers.__init__ = begun  # type: ignore[method-assign]
 
 
 def test_a_silent_lease_is_revoked() -> None:
-    (why, value), _ = run_job(stopped, prepare=impatient).ok()
+    (why, value), _ = run_job(stopped, prepare=partial(leases_count, 0.05)).ok()
     assert "version 1 was taken back, because this reader was silent for too long" in why
     assert value >= 3.0
 
@@ -454,17 +459,9 @@ def dropped(job: Job, device: str) -> list[int | None]:
     return []
 
 
-def forbearing() -> None:
-    """A lease counts as long as its reader lives."""
-    from tensorwire.store.versions import publisher
-    from tensorwire.store.versions.readers import Readers
-
-    publisher.Readers = lambda member, store, buffers, _: Readers(member, store, buffers, 1e9)  # type: ignore
-
-
 @pytest.mark.parametrize("device", ["auto", "tcp"])
 def test_a_reader_that_is_gone_holds_nothing(device: str) -> None:
-    run_job(dropped, device, prepare=forbearing).ok()
+    run_job(dropped, device, prepare=partial(leases_count, 1e9)).ok()
 
 
 # ---- what readers ask for

@@ -231,14 +231,20 @@ class Client:
         else:
             self._told[topic] = call
 
-    def answer(self, topic: str, call: Callable[[str, bytes], bytes] | None) -> None:
-        """Answers what others `ask` under ``topic`` by ``call(asker, value)``, as for `on_told`; None: no more."""
+    def answer(self, topic: str, call: Callable[[str, bytes], bytes] | None, *, slow: bool = False) -> None:
+        """Answers what others `ask` under ``topic`` by ``call(asker, value)``; None: no more.
+
+        It must not raise. ``slow``: each call has a thread of its own, and may wait; else it is as for `on_told`.
+        """
 
         def told(asker: str, value: bytes) -> None:
             assert call is not None
             self.tell(asker, _answers(topic), call(asker, value))
 
-        self.on_told(topic, None if call is None else told)
+        def told_slowly(asker: str, value: bytes) -> None:
+            threading.Thread(target=told, args=(asker, value), name=f"answer to {asker}", daemon=True).start()
+
+        self.on_told(topic, None if call is None else told_slowly if slow else told)
 
     def ask(self, whom: Collection[str], topic: str, value: bytes, timeout: float) -> dict[str, bytes]:
         """What those members `answer` who do so within ``timeout`` seconds, by name."""

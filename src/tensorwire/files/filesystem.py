@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -44,6 +45,7 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._folders: dict[str, Folder] = {}
         self._lock = threading.Lock()
         self._local = LocalFileSystem(auto_mkdir=True)
+        weakref.finalize(self, _close_all, self._folders)  # fsspec's file systems are not closed
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -74,9 +76,7 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def close(self) -> None:
         """Leaves the jobs. Idempotent."""
         with self._lock:
-            folders, self._folders = list(self._folders.values()), {}
-        for folder in folders:
-            folder.close()
+            _close_all(self._folders)
 
     # ---- reading
 
@@ -187,6 +187,11 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def mv(self, path1: str, path2: str, **options: Any) -> None:
         """Moves a file."""
         self._local.mv(self._real(path1), self._real(path2), **options)
+
+
+def _close_all(folders: dict[str, Folder]) -> None:
+    while folders:
+        folders.popitem()[1].close()
 
 
 def _info(name: str, status: Status) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tensorwire.extras import how_to_install
 from tensorwire.files.folder import Folder
 
 KIND = "tensorwire"
+_LIBRARY = "libfuse 3, such as of Debian's package fuse3"
 _DEVICE = Path("/dev/fuse")
 _HELPER = "fusermount3"
 _DETACH = 2  # MNT_DETACH of umount2(2)
@@ -41,11 +42,13 @@ _ATTRIBUTE_SECONDS = 1.0  # that the kernel keeps sizes and times of a file that
 def check_can_mount() -> str:
     """How this process can mount: in words. Raises `MissingPackage`, or `Unsupported` with what to do."""
     try:
-        import mfusepy as mfusepy
+        import mfusepy
     except ModuleNotFoundError:
         raise MissingPackage(f"tensorwire mount needs the package mfusepy: {how_to_install('files')}") from None
     except (OSError, RuntimeError) as error:
-        raise Unsupported(f"tensorwire mount needs libfuse 3, such as Debian's package fuse3: {error}") from None
+        raise Unsupported(f"tensorwire mount needs {_LIBRARY}: {error}") from None
+    if mfusepy.fuse_version_major != 3:
+        raise Unsupported(f"tensorwire mount needs {_LIBRARY}: only libfuse {mfusepy.fuse_version_major} is here")
     if not _DEVICE.exists():
         raise Unsupported(f"there is no {_DEVICE}: load the module (modprobe fuse); {_IN_CONTAINERS}")
     if os.geteuid() == 0:

@@ -80,12 +80,13 @@ class Writers:
         self._member: Member = store.member
         self._regions: dict[tuple[str, int], Region] = {}
         self._lock = threading.Lock()
+        self._closed = False
         client = self._member.client
-        client.answer(topic(store.name, "write"), self._give)
+        client.answer(topic(store.name, "write"), self._give, slow=True)  # pages are touched
         client.on_told(topic(store.name, "written"), self._take_back)
         self._forget_left = client.on_reader_left(self._left)
 
-    # ---- in the control thread
+    # ---- regions come and go
 
     def _give(self, writer: str, word: bytes) -> bytes:
         try:
@@ -97,6 +98,8 @@ class Writers:
         except (TensorwireError, msgspec.MsgspecError, LookupError) as error:
             return msgspec.msgpack.encode(Given(error=str(error)))
         with self._lock:
+            if self._closed:
+                region.close()
             self._regions[writer, wanted.number] = region
         arguments = (region, mine[0])
         threading.Thread(target=self._serve, args=arguments, name=f"pushes of {writer}", daemon=True).start()
@@ -152,6 +155,7 @@ class Writers:
         client.on_told(topic(self._store.name, "written"), None)
         self._forget_left()
         with self._lock:
+            self._closed = True
             regions, self._regions = list(self._regions.values()), {}
         for region in regions:
             region.close()

@@ -24,6 +24,7 @@ SERVER = 0  # the place of processes in this guest
 LOSS = ("tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "loss", "2%")
 NO_LOSS = ("tc", "qdisc", "delete", "dev", "eth0", "root")
 READS = 400
+PUSHES = 100
 PARAMETERS = 64 * 256 + 256 + 256 * 10 + 10
 
 
@@ -40,6 +41,8 @@ class Job:
         reads = options.get("reads")
         names = [options.get(name, 0) for name in ("cut", "die")]
         arguments = ("train_and_read", reads) if reads else ("train", *names)
+        if pushes := options.get("pushes"):
+            arguments = ("read_and_push_files", pushes)
         self.here.start_worker(*common, 0, *arguments)
         far.call("start_worker", *common, 1, *arguments)
 
@@ -112,6 +115,16 @@ def test_a_reader_on_the_other_machine_reads_no_torn_version(far: Far) -> None:
     print(f"\n{read}")
     assert (read.route, read.reads) == ("verbs", READS)
     assert read.versions > READS // 20
+    assert job.coordinator.cause is None
+
+
+def test_a_process_on_the_other_machine_reads_files_and_pushes_by_writing(far: Far) -> None:
+    job = Job(far, "auto", pushes=PUSHES)
+    (_, nothing), (error, read) = job.results()
+    assert (nothing, error) == (None, "")
+    print(f"\n{read}")
+    assert (read.route, read.reads) == ("verbs", PUSHES)
+    assert read.versions > 2
     assert job.coordinator.cause is None
 
 

@@ -64,6 +64,50 @@ def train_and_read(job: Any, reads: int) -> Read | None:
     return found[0] if found else None
 
 
+def read_and_push_files(job: Any, pushes: int) -> Read | None:
+    """A key counts the pushes, which a process on worker 1's machine makes by writing, and reads versions meanwhile."""
+    import threading
+
+    import numpy as np
+
+    import tensorwire as tw
+
+    kv = tw.store.KeyValue(tw.store.Async(), "sum", publish=True)
+    kv.init("w", np.zeros(50_000, "f4"))
+    kv.publish()
+    over, found, failed = threading.Event(), [], []
+
+    def use() -> None:
+        seen = [0.0]
+        try:
+            with tw.files.connect(os.environ["TENSORWIRE_COORDINATOR"]) as folder:
+                while not folder.exists("params/w"):
+                    time.sleep(0.01)
+                with folder.open("push/w", "wb") as file:
+                    for _ in range(pushes):
+                        file.pwrite(np.ones(50_000, "f4"), 0)
+                        file.fsync()
+                        with folder.open("params/w") as values:
+                            array = np.frombuffer(values.read(), "f4")
+                        assert (array == array[0]).all()
+                        assert array[0] >= seen[-1]
+                        seen.append(float(array[0]))
+                found.append(Read(folder._published.source.device, pushes, len(set(seen))))
+        except BaseException as error:
+            failed.append(error)
+        over.set()
+
+    if job.rank == 1:
+        threading.Thread(target=use).start()
+    while not job.broadcast(float(over.is_set()), source=1):
+        kv.publish()
+    if failed:
+        raise failed[0]
+    assert (kv.pull("w").wait() == pushes).all()
+    kv.close()
+    return found[0] if found else None
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a worker has to say at the end."""
