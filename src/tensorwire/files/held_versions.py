@@ -6,6 +6,7 @@ next ones with them. Large reads go straight to their destination.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -90,6 +91,9 @@ class HeldVersions:
             if held is None:
                 with self.published.member.explained(_CAUSE_SECONDS):
                     held = HeldVersion(self, self.published.source.open(counter))
+                if held.manifest.counter != counter:  # its name had led to the file, where another version is by now
+                    held.end()
+                    raise FileNotFoundError(errno.ENOENT, f"version {counter} is not kept any more")
                 self._held[counter] = held
             held.files += 1
             return held
