@@ -451,7 +451,12 @@ def test_versions_have_whole_pushes_of_files() -> None:
 # ---- faults
 
 
-def stopped_servers(sandbox: Sandbox) -> list[int]:
+def count_maps(process: int) -> int:
+    """How many files in memory it has mapped."""
+    return Path(f"/proc/{process}/maps").read_text().count("/memfd:")
+
+
+def server_processes(sandbox: Sandbox) -> list[int]:
     return [pid for pid, line in sandbox.processes().items() if "server_process" in line]
 
 
@@ -463,7 +468,7 @@ def test_a_push_that_took_too_long_is_waited_for_again_and_applied_once(keys: Ke
         file = folder.open("push/w", "wb")
         assert isinstance(file, PushFile)
         file.write(ONE)
-        servers = stopped_servers(sandbox)
+        servers = server_processes(sandbox)
         for pid in servers:
             os.kill(pid, signal.SIGSTOP)
         with refused(errno.ETIMEDOUT):
@@ -502,10 +507,13 @@ def test_a_writer_that_is_killed_has_pushed_what_it_had_synchronized(
 ) -> None:
     before = keys.values()[0]
     (tmp_path / "ones").write_bytes(ONE)
+    servers = {pid: count_maps(pid) for pid in server_processes(sandbox)}
     program = sandbox.python(sandbox.script(KILLED, init=False), keys.name, str(tmp_path / "ones"), how)
     program.expect("written")
     program.signal(signal.SIGKILL)
     program.finish()
+    while {pid: count_maps(pid) for pid in servers} != servers:  # until the servers have freed what it wrote to
+        pass
     with tw.files.connect(keys.name) as folder, folder.open("push/w", "wb") as file:
         file.write(ONE)  # type: ignore[union-attr]
     assert (keys.values()[0] == before + 1 + applied).all()

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,9 @@ def changed_before_copied(job: Job, mode: Mode, change: str) -> dict[str, set[fl
         kv.assign("w", np.full(5000, 3.0))
         if job.rank == 0:
             kv._tables["t"].assign(np.full((MANY, WIDTH), 3, "f4"))
+    elif change == "file":
+        with tw.files.connect(job.name) as folder, folder.open("push/w", "wb") as file:
+            file.write(np.ones(5000))  # type: ignore[union-attr]
     kv.pull("w").wait()
     seen = {}
     if job.rank == 0:
@@ -166,8 +170,7 @@ def changed_before_copied(job: Job, mode: Mode, change: str) -> dict[str, set[fl
     return seen
 
 
-@pytest.mark.parametrize("mode", [Sync(), Async()], ids=repr)
-@pytest.mark.parametrize("change", ["push", "assign"])
+@pytest.mark.parametrize(("mode", "change"), [*product([Sync(), Async()], ["push", "assign"]), (Async(), "file")])
 def test_what_comes_later_is_not_in_it(mode: Mode, change: str) -> None:
     workers = 2 if isinstance(mode, Sync) else 1  # elsewhere others would push before the version
     first, *_ = run_job(changed_before_copied, mode, change, workers=workers, prepare=late_filler).ok()

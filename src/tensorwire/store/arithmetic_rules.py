@@ -260,6 +260,7 @@ class Pieces(Rule):
             found = part.found if scale == 1.0 else part.found * part.found.dtype.type(scale)
             if self._foreign:  # the store's own keep the precision of the sum
                 found = found.astype(part.master.dtype, copy=False)
+            part.found = None  # it may lie in memory that a writer gives back
             if found is not part.master:
                 self._function(part.master, found, part.kept, self._options[bucket])
             if part.half:
