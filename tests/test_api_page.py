@@ -54,7 +54,7 @@ def own_members(shown: type) -> set[str]:
     """The public names that a class adds to those of the classes it inherits from, as far as these are on the page."""
     names = set(vars(shown)) if is_native(shown) else members(shown)
     for base in shown.__mro__[1:]:  # of a class that nobody sees, what it has is this one's
-        if base.__module__.startswith("tensorwire.keyvalue"):
+        if base.__module__.startswith(("tensorwire.keyvalue", "tensorwire.files")):
             names |= members(base)
     bases = [base for base in shown.__mro__[1:] if base in CLASSES.values()]
     theirs = {name for base in bases for name in {*vars(base), *described(base)}}

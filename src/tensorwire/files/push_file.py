@@ -7,23 +7,19 @@ sends them as one push, and the file is empty again. What cannot be right is ref
 from __future__ import annotations
 
 import errno
-import io
-import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tensorwire._native import copy_is_large, gather
 from tensorwire.files.os_errors import as_os_errors
+from tensorwire.files.positioned import Positioned
 from tensorwire.store.writing import KeyWriter
 
-if TYPE_CHECKING:
-    from tensorwire.files.folder import Folder
 
-
-class PushFile(io.RawIOBase):
+class PushFile(Positioned):
     """What is written becomes a push to one key: its elements in C order, in the key's dtype.
 
     Attributes:
@@ -32,18 +28,14 @@ class PushFile(io.RawIOBase):
     """
 
     def __init__(self, name: str, writer: KeyWriter, dropped: Callable[[str], object]) -> None:
+        super().__init__(len(writer.memory))
         self.name, self._writer, self._dropped = name, writer, dropped
         self._memory = np.frombuffer(writer.memory, np.uint8)
-        self._at, self._refused = 0, False
+        self._refused = False
         self._here: list[tuple[int, int]] = []  # spans of bytes that have come
         self._lock = threading.RLock()
-        self.folder: Folder | None = None
 
     def writable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
         """True."""
         return True
 
@@ -140,30 +132,6 @@ class PushFile(io.RawIOBase):
                 raise OSError(errno.EINVAL, f"the key has {self._memory.nbytes} bytes", self.name)
         return size
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Sets the position.
-
-        Args:
-            offset: In bytes.
-            whence: From the beginning, the position or the end of the key.
-
-        Returns:
-            The position.
-        """
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._memory.nbytes}.get(whence)
-        if base is None or base + offset < 0:
-            raise ValueError(f"there is no position {offset} from {whence}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        """The position, in bytes."""
-        return self._at
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on a closed file")
-
     def close(self) -> None:
         """Sends a push that is complete. Idempotent.
 
@@ -192,8 +160,7 @@ class PushFile(io.RawIOBase):
                     self._dropped(f"dropped a push to {self.name}: {why}")
                 self._writer.close()
             finally:
-                if self.folder is not None:
-                    self.folder.close()
+                self._disconnect()
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +9,13 @@ import numpy as np
 
 from tensorwire.files.held_versions import HeldVersion
 from tensorwire.files.os_errors import as_os_errors
+from tensorwire.files.positioned import Positioned
 
 if TYPE_CHECKING:
-    from tensorwire.files.folder import Folder
     from tensorwire.files.tree import Status
 
 
-class VersionFile(io.RawIOBase):
+class VersionFile(Positioned):
     """Bytes of one version, from `open` to `close`. `pread` may be called by several threads.
 
     Attributes:
@@ -26,10 +24,9 @@ class VersionFile(io.RawIOBase):
     """
 
     def __init__(self, path: str, real: str, held: HeldVersion, head: bytes, start: int, status: Status) -> None:
+        super().__init__(status.st_size)
         self.path, self._real = path, real
         self._held, self._head, self._start, self._status = held, np.frombuffer(head, np.uint8), start, status
-        self._size, self._at = status.st_size, 0
-        self.folder: Folder | None = None
         self._lock = threading.Lock()
 
     @property
@@ -51,14 +48,9 @@ class VersionFile(io.RawIOBase):
         """True."""
         return True
 
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
     def _fill(self, memory: Any, offset: int) -> int:
         """Brings what there is from ``offset`` on into memory; how many bytes."""
-        if self.closed:
-            raise ValueError("I/O operation on a closed file")
+        self._check_open()
         if offset < 0:
             raise ValueError(f"a negative offset, {offset}")
         nbytes: int = max(0, min(memory.nbytes, self._size - offset))
@@ -117,30 +109,9 @@ class VersionFile(io.RawIOBase):
         """All bytes from the present position on."""
         return self.read(max(0, self._size - self._at)) or b""
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Sets the position.
-
-        Args:
-            offset: In bytes.
-            whence: From the beginning, the position or the end of the file.
-
-        Returns:
-            The position.
-        """
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence)
-        if base is None or base + offset < 0:
-            raise ValueError(f"there is no position {offset} from {whence}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        """The position, in bytes."""
-        return self._at
-
     def close(self) -> None:
         """Lets the version go. Idempotent."""
         if not self.closed:
             super().close()
             self._held.close()
-            if self.folder is not None:
-                self.folder.close()
+            self._disconnect()
