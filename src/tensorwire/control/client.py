@@ -35,6 +35,7 @@ from tensorwire.sizes import size_text
 
 _log = logging.getLogger("tensorwire")
 _LOOK = 0.5  # seconds between looks whether the job has ended, while others are asked
+_NUMBER = 8  # bytes of a question's number
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
 
@@ -56,7 +57,6 @@ class Client:
         self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
         self._told: dict[str, Callable[[str, bytes], object]] = {}
-        self._asking = threading.Lock()
         self._left: list[Callable[[str], object]] = []
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
@@ -239,7 +239,8 @@ class Client:
 
         def told(asker: str, value: bytes) -> None:
             assert call is not None
-            self.tell(asker, _answers(topic), call(asker, value))
+            number, value = value[:_NUMBER], value[_NUMBER:]
+            self.tell(asker, _answers(topic, number), call(asker, value))
 
         def told_slowly(asker: str, value: bytes) -> None:
             threading.Thread(target=told, args=(asker, value), name=f"answer to {asker}", daemon=True).start()
@@ -250,20 +251,20 @@ class Client:
         """What those members `answer` who do so within ``timeout`` seconds, by name."""
         answers: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
         found: dict[str, bytes] = {}
-        end = time.monotonic() + timeout
-        with self._asking:
-            self.on_told(_answers(topic), lambda name, said: answers.put((name, said)))
-            try:
-                for name in whom:
-                    self.tell(name, topic, value)
-                while not found.keys() >= set(whom) and not self.ended.is_set():
-                    with contextlib.suppress(Empty):
-                        found.update([answers.get(timeout=min(_LOOK, max(0.0, end - time.monotonic())))])
-                        continue
-                    if time.monotonic() >= end:
-                        break
-            finally:
-                self.on_told(_answers(topic), None)
+        end, number = time.monotonic() + timeout, next(self._ids).to_bytes(_NUMBER, "big")
+        mine = _answers(topic, number)  # none that comes late is taken for one to the next question
+        self.on_told(mine, lambda name, said: answers.put((name, said)))
+        try:
+            for name in whom:
+                self.tell(name, topic, number + value)
+            while not found.keys() >= set(whom) and not self.ended.is_set():
+                with contextlib.suppress(Empty):
+                    found.update([answers.get(timeout=min(_LOOK, max(0.0, end - time.monotonic())))])
+                    continue
+                if time.monotonic() >= end:
+                    break
+        finally:
+            self.on_told(mine, None)
         return found
 
     def on_reader_left(self, call: Callable[[str], object]) -> Callable[[], None]:
@@ -414,8 +415,8 @@ def _authenticated(address: str, secret: bytes, patience: float, timeout: float)
     return sock
 
 
-def _answers(topic: str) -> str:
-    return f"{topic}, answered"
+def _answers(topic: str, number: bytes) -> str:
+    return f"{topic}, answered {number.hex()}"
 
 
 def _stats() -> frames.Stats:

@@ -112,7 +112,7 @@ class Files(Source):
 
     def __init__(self, member: Member, store: str, folder: Path, layout: VersionLayout) -> None:
         self.folder, self._layout = folder, layout
-        member.client.tell(PUBLISHER, topic(store, "hello"), _hello(""))
+        member.client.ask([PUBLISHER], topic(store, "hello"), _hello(""), 0.0)  # it need not wait for an answer
 
     def newest(self) -> int:
         try:
