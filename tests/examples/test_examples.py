@@ -14,13 +14,12 @@ import pytest
 
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
-from tests.harness.sandbox import NAMES, PROGRESS
+from tests.harness.sandbox import NAMES, PROGRESS, PUBLISHED
 from tests.levels import mostly_long
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"
 WITH_DDP = ROOT / "examples" / "minimal_ddp.py"
-PUBLISHED = re.compile(r"^tensorwire: job \w+ publishes its weights: .*\n", re.M)  # which is told once
 README = (ROOT / "README.md").read_text()
 PYTHON = [sys.executable, "-W", "error"]
 

@@ -27,6 +27,8 @@ NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
 PROGRESS = re.compile(
     r"^(tensorwire: .* \.\.\.|worker \d+ has waited .*|(no coordinator|cannot find|rank 0 has not) .* s for it)\n", re.M
 )
+# What worker 0 says once, where something is published.
+PUBLISHED = re.compile(r"^tensorwire: job \w+ publishes its weights: tensorwire ls \w+\n", re.M)
 HANG_SECONDS = patient(200.0)  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves; readline sets the size of a terminal that it has not,
 # which the processes that pytest-xdist starts inherit.
