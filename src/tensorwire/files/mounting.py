@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from tensorwire.errors import ArgumentError, MissingPackage, Unsupported
 from tensorwire.extras import how_to_install
 from tensorwire.files.folder import Folder
+from tensorwire.launch.start import module_command
 
 KIND = "tensorwire"
 _LIBRARY = "libfuse 3, such as of Debian's package fuse3"
@@ -211,7 +211,7 @@ def in_background(arguments: list[str]) -> int:
     """
     theirs, ours = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "tensorwire.cli", "mount", *arguments, "--ready", str(ours)],
+        module_command("tensorwire.cli", "mount", *arguments, "--ready", ours),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[ours],

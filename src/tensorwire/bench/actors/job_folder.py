@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import tensorwire as tw
 from tensorwire.bench.actors.version import VersionReader, clocked
 from tensorwire.files import VersionFile
 from tensorwire.files.mounting import unmount
+from tensorwire.launch.start import module_command
 
 _PIECE = 1 << 20  # bytes of a read
 _OVER = {"here": "auto", "warm": "tcp", "cold": "tcp"}  # the device of the process that serves the mount
@@ -70,7 +70,7 @@ class FolderReader(VersionReader):
     def _mount(self, device: str) -> tuple[int, int]:
         """A mount that has no name any more: it goes with the process that serves it, whatever ends that."""
         with tempfile.TemporaryDirectory() as at:
-            command = [sys.executable, "-m", "tensorwire.cli", "mount", self._address, at]
+            command = module_command("tensorwire.cli", "mount", self._address, at)
             environment = {**os.environ, "TENSORWIRE_DEVICE": device}
             server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
             assert server.stdout is not None

@@ -26,20 +26,11 @@ import tensorwire as tw
 from tensorwire.bench.actors import store_job
 from tensorwire.bench.actors.lines import Lines, Run, timed
 from tensorwire.bench.actors.transfer import counts, since
+from tensorwire.launch.start import module_command
 from tensorwire.store.versions.staging import Staged
 from tensorwire.store.versions.version_files import job_folder
 
 BUFFERS = 3  # one is published, one is filled, and one is read
-_LOADER = """
-import glob, os, sys
-from safetensors.torch import load_file
-for line in sys.stdin:
-    (current,) = glob.glob(sys.argv[1] + "/store-*/current")
-    found = load_file(os.path.realpath(current) + "/model.safetensors")
-    copies = [tensor.clone() for tensor in found.values()]
-    del found
-    print("loaded", flush=True)
-"""
 _LONG = 60.0  # seconds between two looks at what there is to do
 
 
@@ -100,7 +91,7 @@ class Trainer:
 
     def _loaded(self, steps: int) -> None:
         if self._loader is None:
-            command = [sys.executable, "-c", _LOADER, str(job_folder(self.job.name))]
+            command = module_command("tensorwire.bench.actors.load_newest", job_folder(self.job.name))
             self._loader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._loader.stdin is not None
         assert self._loader.stdout is not None
