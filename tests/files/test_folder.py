@@ -23,6 +23,7 @@ import tensorwire as tw
 from tensorwire.files import Folder, VersionFile
 from tensorwire.files.file_names import file_name, parameter_name
 from tensorwire.observe import counters
+from tensorwire.testing.patience import patient
 from tests.files.conftest import SIZE, Keys, wait_for
 from tests.harness.jobs import run_job
 from tests.harness.sandbox import Sandbox
@@ -334,7 +335,7 @@ except OSError as error:
 @pytest.mark.parametrize("how", ["mute", "stopped"])
 def test_a_reader_without_signs_of_life_has_a_stale_file(sandbox: Sandbox, tmp_path: Path, how: str) -> None:
     """One that is stopped is lost to the job, too: what it hears of first is not known."""
-    keys = Keys(sandbox, tmp_path, BUFFERS="2", TENSORWIRE_BEAT="0.05", TENSORWIRE_LOST_AFTER="0.5")
+    keys = Keys(sandbox, tmp_path, BUFFERS="2", TENSORWIRE_BEAT="0.1", TENSORWIRE_LOST_AFTER=str(patient(2.0)))
     words = tmp_path / "to-reader"
     os.mkfifo(words)
     script = sandbox.script(READ, init=False)

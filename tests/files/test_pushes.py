@@ -460,13 +460,17 @@ def server_processes(sandbox: Sandbox) -> list[int]:
     return [pid for pid, line in sandbox.processes().items() if "server_process" in line]
 
 
-def test_a_push_that_took_too_long_is_waited_for_again_and_applied_once(keys: Keys, sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("device", ["auto", "tcp"])
+def test_a_push_that_took_too_long_is_waited_for_again_and_applied_once(
+    device: str, keys: Keys, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = keys.values()[0]
+    monkeypatch.setenv("TENSORWIRE_DEVICE", device)
     with tw.files.connect(keys.name) as folder:
         wait_for(folder, 1)
-        folder._timeout = 0.3
         file = folder.open("push/w", "wb")
         assert isinstance(file, PushFile)
+        file._writer._timeout = 0.3
         file.write(ONE)
         servers = server_processes(sandbox)
         for pid in servers:

@@ -11,7 +11,7 @@ import numpy as np
 from tensorwire._native import Window
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
-from tensorwire.device import RemoteRegion
+from tensorwire.device import Completion, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Producer
 from tensorwire.errors import OutOfMemory, PeerLost, WaitTimeout
@@ -89,6 +89,7 @@ class _Part:
         device = self._channel.device
         self._wanted = msgspec.msgpack.encode(Wanted(next(_numbers), tensor, device.name))
         self._sent = 0
+        self._reading: Completion | None = None
         answer = member.client.ask([self._name], topic(store, "write"), self._wanted, timeout)
         if not answer:
             member.check()
@@ -122,17 +123,24 @@ class _Part:
         end = time.monotonic() + timeout
         seconds, most = _LOOKS
         self._producer.flush(timeout)
-        while self._done() < number:
-            self._member.check()
-            if time.monotonic() >= end:
-                raise WaitTimeout(
-                    f"{self._name} has not applied a push within {timeout:g} s; it still may: wait again by fsync"
-                )
-            time.sleep(seconds)
-            seconds = min(1.5 * seconds, most)
+        try:
+            while self._done(end - time.monotonic()) < number:
+                self._member.check()
+                if time.monotonic() >= end:
+                    raise WaitTimeout
+                time.sleep(seconds)
+                seconds = min(1.5 * seconds, most)
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"{self._name} has not applied a push within {timeout:g} s; it still may: wait again by fsync"
+            ) from None
 
-    def _done(self) -> int:
-        self._channel.read(self._state.view(), self._remote.view(DONE, 8)).wait(60.0)
+    def _done(self, seconds: float) -> int:
+        """The number of the last push that the server has applied."""
+        if self._reading is None:  # else it is on its way since an earlier call
+            self._reading = self._channel.read(self._state.view(), self._remote.view(DONE, 8))
+        self._reading.wait(max(0.0, seconds))
+        self._reading = None
         return int(np.frombuffer(memoryview(self._state), np.uint64)[0])
 
     def close(self) -> None:
