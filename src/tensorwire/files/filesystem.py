@@ -66,12 +66,12 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 found = self._folders[job] = connect(job, number=self._number, timeout=self._timeout)
             return found, job, rest
 
-    def _real(self, path: str, *, write: bool = True) -> str:
+    def _real(self, path: str) -> str:
         """What ``path`` below ``checkpoints/`` is on this machine. Raises `OSError` for others: they are read-only."""
         folder, _, rest = self._find(path)
         if rest.split("/")[0] == "checkpoints":
             return folder.realpath(rest)
-        raise OSError(errno.EROFS if write else errno.ENOTSUP, os.strerror(errno.EROFS), path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
     def close(self) -> None:
         """Leaves the jobs. Idempotent."""
@@ -103,7 +103,7 @@ class TensorwireFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _open(self, path: str, mode: str = "rb", *ignored: Any, **options: Any) -> Any:
         folder, _, rest = self._find(path)
         if rest.split("/")[0] == "checkpoints":
-            return self._local.open(self._real(path, write=mode != "rb"), mode)
+            return self._local.open(self._real(path), mode)
         return folder.open(rest, mode)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:

@@ -20,14 +20,13 @@ import io
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tensorwire.edge.tensor import DTYPES
 from tensorwire.files.control_files import ControlFiles
 from tensorwire.files.file_names import file_name
 from tensorwire.files.held_versions import HeldVersions
@@ -129,7 +128,7 @@ class Tree:
         self._published, self._versions = published, versions
         self._began = time.time_ns()
         self._held = {file_name(name): held for name, held in published.layout.held.items()}
-        self._names = _names(self._held)
+        self._names = {*self._held, *(name + _NPY for name, held in self._held.items() if held.dtype != "bfloat16")}
         self._manifests: dict[int, Manifest] = {}
         self.control = ControlFiles(published, self._newest)
         servers = published.member.client.welcome.servers
@@ -191,11 +190,11 @@ class Tree:
             return self._pushes[name]
         if first != "versions":
             raise nothing
-        if not parts[1].isdecimal() or int(parts[1]) not in self._versions.kept() or str(int(parts[1])) != parts[1]:
-            raise nothing
-        counter = int(parts[1])
-        if len(parts) == 2:
+        if len(parts) == 2:  # the only look at what is kept: what is below was found by way of this
+            if not name.isdecimal() or int(name) not in self._versions.kept() or str(int(name)) != name:
+                raise nothing
             return Directory(lambda: (MODEL, "params"))
+        counter = int(parts[1])
         if len(parts) == 3 and name == MODEL:
             return FileSpan(counter, 0, self._published.layout.nbytes)
         if len(parts) == 3 and name == "params":
@@ -205,11 +204,11 @@ class Tree:
         raise nothing
 
     def _parameter(self, counter: int, name: str) -> FileSpan:
-        if name in self._held:
+        if name in self._held:  # also one that ends in .npy
             held = self._held[name]
-            return FileSpan(counter, held.start, _nbytes(held))
+            return FileSpan(counter, held.start, held.nbytes)
         held = self._held[name.removesuffix(_NPY)]
-        return FileSpan(counter, held.start, _nbytes(held), _npy_header(held))
+        return FileSpan(counter, held.start, held.nbytes, _npy_header(held))
 
     def real_path(self, path: str, node: Node) -> str:
         """The same on this machine, for other programs; empty: there is none."""
@@ -264,19 +263,6 @@ class Tree:
         if isinstance(node, Link):
             return Status(stat.S_IFLNK | 0o777, len(node.target), self._began)
         return Status(stat.S_IFDIR | 0o555, 0, self._began)
-
-
-def _nbytes(held: FileTensor) -> int:
-    count = DTYPES[held.dtype]
-    for size in held.shape:
-        count *= size
-    return count
-
-
-def _names(held: Mapping[str, FileTensor]) -> dict[str, Any]:
-    """The files of parameters. One whose name ends in .npy goes before what another one would be as an array."""
-    arrays = {name + _NPY: each for name, each in held.items() if each.dtype != "bfloat16"}
-    return {**arrays, **held}
 
 
 def _npy_header(held: FileTensor) -> bytes:

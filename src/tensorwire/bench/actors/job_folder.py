@@ -23,10 +23,10 @@ from tensorwire.bench.actors.version import VersionReader, clocked
 from tensorwire.files import VersionFile
 from tensorwire.files.mounting import unmount
 from tensorwire.launch.start import module_command
+from tensorwire.store.versions.version_files import MODEL
 
 _PIECE = 1 << 20  # bytes of a read
 _OVER = {"here": "auto", "warm": "tcp", "cold": "tcp"}  # the device of the process that serves the mount
-MODEL = "model.safetensors"
 
 
 class FolderReader(VersionReader):

@@ -3,9 +3,8 @@
 All elements of the parameters are the number of steps. Words of readers: ``STATE:WHAT:COUNT``. In the state
 ``training`` the worker trains meanwhile and makes a version of each step, in the state ``idle`` it sleeps. COUNT
 readers take part; see `VersionReader.operation` for what they do. Words of a worker alone: ``K:steps``, so many steps,
-``K:version``, these and a version, ``K:loaded``, these while another
-program loads the newest version once, and ``K:NAME``, one copy of the parameters by NAME of the library
-(``c/memory.c``).
+``K:version``, these and a version, ``K:loaded``, these while another program loads the newest version once, and
+``K:NAME``, one copy of the parameters by NAME of the library (``c/memory.c``).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import msgspec
 
 from tensorwire.control import Member
 from tensorwire.messages import decode_message
+from tensorwire.store.versions.handover import PUBLISHER
 from tensorwire.store.versions.listing import ask_publisher, topic
 
 _KEPT = 4096  # lines
@@ -70,4 +71,4 @@ def events_since(member: Member, store: str, number: int, timeout: float = 60.0)
 
 def tell_event(member: Member, store: str, text: str) -> None:
     """Adds an event: what this process did."""
-    member.client.tell("server 0", topic(store, "event"), text.encode())
+    member.client.tell(PUBLISHER, topic(store, "event"), text.encode())

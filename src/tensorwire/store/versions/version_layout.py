@@ -11,6 +11,7 @@ Source of the format: https://huggingface.co/docs/safetensors, "Format".
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,6 +99,11 @@ class FileTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 class VersionLayout:
