@@ -104,15 +104,19 @@ def run_job(
     prepare: Callable[[], None] | None = None,
     fates: Path | None = None,
     fresh: bool = False,
+    min_workers: int = 0,
 ) -> Ended:
     """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone.
 
     ``prepare()`` is called in every server before it begins. ``fates``: a folder for the fates of all pushes.
+    ``min_workers``: as for `Coordinator`.
     ``fresh``: workers import everything themselves: PyTorch takes a new kind of device only before its first backward.
     """
     worker_context = multiprocessing.get_context("spawn") if fresh else context
     secret = secrets.token_hex(32)
-    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER)
+    coordinator = Coordinator(
+        secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER, min_workers=min_workers
+    )
     common = environment(coordinator.address, secret, device, workers, servers, str(fates or ""))
     pipes = [worker_context.Pipe(duplex=False) for _ in range(workers)]
     processes = [context.Process(target=serve, args=(common, i, prepare)) for i in range(servers)]

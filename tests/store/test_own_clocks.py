@@ -21,7 +21,7 @@ class Rounds:
         shard: Any = SimpleNamespace(
             index=0,
             name="store/0",
-            workers=[None] * 3,
+            workers=dict.fromkeys(range(3)),
             spec=SimpleNamespace(mode=mode, numeric=[]),
             plan=plan,
             parameters=bytearray(4096),

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
+from tensorwire.control.settings import MOST_MACHINES, MOST_MEMBERS, MOST_ON_A_MACHINE
 from tensorwire.device.registry import AUTO, BUILT_IN_FOR_JOBS, find_job_device
 from tensorwire.errors import ArgumentError
 
@@ -45,6 +45,12 @@ def _fates(context: click.Context, option: click.Parameter, value: str | None) -
     default=1,
     show_default=True,
     help="Servers on this machine; 0 where nothing is kept in a store.",
+)
+@click.option(
+    "--min-workers",
+    type=click.IntRange(1, MOST_MEMBERS),
+    metavar="N",
+    help="Go on without workers that are lost, as long as N are left. Without it the first loss ends the job.",
 )
 @click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
 @click.option(
@@ -91,6 +97,7 @@ def run(no_prefix: bool, trace: str | None, **options: Any) -> int:
       tensorwire run --rendezvous HOST:PORT --nodes 2 --node 0 --workers 1 --servers 1 -- python train.py
 
     The job ends with the first process that fails; what went wrong is said once, and the exit status is that process's.
+    With --min-workers it goes on without workers that are killed, stopped, cut off, or end by an exception.
     Ctrl-C ends the job; a second one does not wait for it. On a terminal a table shows every process's steps, and where
     their time goes.
 

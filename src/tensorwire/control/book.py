@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
 from tensorwire.control.names import READER, member_name
 from tensorwire.control.waits import Waits, awaited
+from tensorwire.sizes import listed
 
 # A worker that left while others wait for it may have failed, and how its process ended says more.
 LEFT_SECONDS = 3.0
@@ -42,10 +43,17 @@ class _Meeting:
     plans: dict[str, frames.Compare] = field(default_factory=dict)
     gathers: dict[str, frames.Gather] = field(default_factory=dict)
     mismatch: str = ""
+    refusal: str = ""
 
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) >= self.parties
+    def complete(self, lost: Collection[str]) -> bool:
+        """Whether all have come but those ``lost``."""
+        role = min(self.arrived, default="?").split()[0]
+        missed = [name for name in lost if name.split()[0] == role and name not in self.arrived]
+        return len(self.arrived) + len(missed) >= self.parties
+
+    def over(self, lost: Collection[str]) -> bool:
+        """Whether there is an answer."""
+        return bool(self.mismatch or self.refusal) or self.complete(lost)
 
 
 class Book:
@@ -64,6 +72,7 @@ class Book:
         self._meetings: dict[str, _Meeting] = {}
         self._forgotten: dict[str, set[str]] = {}  # by key: the servers that need it no more
         self._left: set[str] = set()
+        self._lost: set[str] = set()
         self._changed = asyncio.Condition()
         self._ended = False
 
@@ -114,9 +123,11 @@ class Book:
             return any(member in self._forgotten.get(top, ()) for top in _tops(message.key))
 
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or found() or forgotten())
+            await self._changed.wait_for(lambda: self._ended or found() or forgotten() or message.owner in self._lost)
         entry = found()
         if entry is None:
+            if message.owner in self._lost:
+                return Answer(message.id, error=f"{message.owner} is lost", type="PeerLost")
             if not self._ended:
                 return Answer(message.id, error=f"{message.key!r} is over", type="RemoteAccessError")
             return Answer(message.id, error="the job ended", type="JobEnded")
@@ -163,15 +174,16 @@ class Book:
             meeting.gathers[member] = message
         meeting.arrived.add(member)
         meeting.mismatch = meeting.mismatch or _different_calls(meeting)
-        if meeting.complete:
+        self._refuse(meeting)
+        if meeting.complete(self._lost):
             del self._meetings[key]  # the next one to come to that name starts another meeting
-        if meeting.complete or meeting.mismatch:
+        if meeting.over(self._lost):
             await self._notify()
         else:
             self._check(meeting)
 
             def met() -> bool:
-                return self._ended or meeting.complete or bool(meeting.mismatch)
+                return self._ended or meeting.over(self._lost)
 
             try:
                 await asyncio.wait_for(self._until(met), message.timeout)
@@ -182,11 +194,27 @@ class Book:
                     meeting.arrived.discard(member)
                     why = f"{what}: only {came} of {meeting.parties} came (waited {message.timeout:g} s)"
                     return Answer(message.id, error=why, type="WaitTimeout")
-        return _gathered(meeting, message.id)
+        return self._gathered(meeting, message.id)
+
+    def _refuse(self, meeting: _Meeting) -> None:
+        """The members' values are no answer without those of a worker that was lost."""
+        if meeting.gathers and self._lost and next(iter(meeting.gathers)).startswith("worker"):
+            meeting.refusal = f"{meeting.what} needs all workers, and {listed(sorted(self._lost))} was lost"
 
     async def _until(self, met: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(met)
+
+    def _gathered(self, meeting: _Meeting, id: int) -> Answer:
+        """The values, in the order of the members' indices."""
+        if meeting.mismatch:
+            return Answer(id, error=meeting.mismatch, type="PlanMismatch")
+        if meeting.refusal:
+            return Answer(id, error=meeting.refusal, type="Unsupported")
+        if not meeting.complete(self._lost):
+            return Answer(id, error="the job ended", type="JobEnded")
+        members = sorted(meeting.gathers, key=lambda name: int(name.split()[1]))
+        return Answer(id, msgspec.msgpack.encode([meeting.gathers[name].value for name in members]))
 
     def leave(self, member: str) -> None:
         """``member`` has left: nobody needs to wait for it."""
@@ -194,6 +222,26 @@ class Book:
         for meeting in list(self._meetings.values()):
             if not meeting.mismatch:  # then nobody waits in it
                 self._check(meeting)
+
+    async def lose(self, member: str) -> None:
+        """The process of ``member`` is lost: nobody waits for it, and what was between it and others is over.
+
+        What it said to all of them stays, but for how to reach it.
+        """
+        self._lost.add(member)
+        self.waits.lose(member)
+        for key, meeting in list(self._meetings.items()):
+            self._refuse(meeting)
+            if meeting.arrived and meeting.complete(self._lost):
+                del self._meetings[key]
+
+        def between(key: str, entry: _Entry) -> bool:
+            if entry.to is None:
+                return key == f"card/{member}"
+            return entry.owner == member or entry.to <= {member, entry.owner}
+
+        self._entries = {key: entry for key, entry in self._entries.items() if not between(key, entry)}
+        await self._notify()
 
     def _check(self, meeting: _Meeting) -> None:
         """Whether the members that have not left are still enough."""
@@ -220,16 +268,6 @@ def _key(member: str, message: frames.Gather | frames.Compare) -> str:
 def _tops(key: str) -> list[str]:
     """``a``, ``a/b`` and ``a/b/c`` for a key ``a/b/c``."""
     return list(itertools.accumulate(key.split("/"), "{}/{}".format))
-
-
-def _gathered(meeting: _Meeting, id: int) -> Answer:
-    """The values, in the order of the members' indices."""
-    if meeting.mismatch:
-        return Answer(id, error=meeting.mismatch, type="PlanMismatch")
-    if not meeting.complete:
-        return Answer(id, error="the job ended", type="JobEnded")
-    members = sorted(meeting.gathers, key=lambda name: int(name.split()[1]))
-    return Answer(id, msgspec.msgpack.encode([meeting.gathers[name].value for name in members]))
 
 
 def _different_calls(meeting: _Meeting) -> str:

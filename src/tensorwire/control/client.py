@@ -25,6 +25,7 @@ from tensorwire.control import frames
 from tensorwire.control.address import connect
 from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
+from tensorwire.control.membership import Membership
 from tensorwire.control.names import PURPOSE, READER_LEFT, STATS, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, TensorwireError, WorkerFinished
@@ -56,6 +57,7 @@ class Client:
         self.ended = threading.Event()
         self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
+        self._on_members: list[Callable[[Membership], object]] = []
         self._told: dict[str, Callable[[str, bytes], object]] = {}
         self._left: list[Callable[[str], object]] = []
         self._ids = itertools.count(1)
@@ -69,6 +71,7 @@ class Client:
         except BaseException:
             self._sock.close()
             raise
+        self.membership = Membership.first(self.welcome.workers, self.welcome.least)
         self._sock.settimeout(self.welcome.lost_after)
         close_on_fork(self._sock.fileno())
         self._heartbeat = Heartbeat(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
@@ -198,9 +201,24 @@ class Client:
 
     # ---- news
 
-    def fail(self, cause: Cause) -> None:
-        """Reports a failure, which ends the job for everybody."""
-        self._send(frames.encode(frames.Fail(cause.bounded())))
+    def fail(self, cause: Cause, *, alone: bool = False) -> None:
+        """Reports a failure, which ends the job for everybody; ``alone``: this process's own, if others may go on."""
+        self._send(frames.encode(frames.Fail(cause.bounded(), alone)))
+
+    def suspect(self, worker: int, incarnation: int) -> None:
+        """Reports that a connection to a worker is gone. The coordinator decides whether that is lost."""
+        self._send(frames.encode(frames.Suspect(worker, incarnation)))
+
+    def on_members(self, call: Callable[[Membership], object]) -> None:
+        """Calls ``call(membership)`` from the control thread for each new one; at once if there has been one.
+
+        It must neither raise nor wait.
+        """
+        with self._lock:
+            self._on_members.append(call)
+            if not self.membership.epoch:
+                return
+        call(self.membership)
 
     def report_exit(self, role: str, index: int, status: int) -> None:
         """For launchers: how a process of this machine ended."""
@@ -338,6 +356,11 @@ class Client:
                     _log.warning("%s", message.text)
                 elif isinstance(message, frames.Tell):
                     self._deliver(message)
+                elif isinstance(message, frames.Epoch):
+                    with self._lock:
+                        self.membership, calls = message.membership, list(self._on_members)
+                    for call in calls:
+                        call(message.membership)
                 elif isinstance(message, frames.End):
                     self._finish(message.cause)
         except (PeerLost, ProtocolError, OSError) as error:

@@ -18,6 +18,7 @@ from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
 from tensorwire.control.clock import pack_time
 from tensorwire.control.frames import Cause
+from tensorwire.control.membership import Membership
 from tensorwire.control.names import GONE, MOST_READERS, READER, READER_LEFT, describe_exit, member_name
 from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
@@ -33,6 +34,7 @@ class _Member:
     seen: float
     left: bool = False
     failed: bool = False  # it has said why
+    lost: bool = False  # the job goes on without it
 
     @property
     def reads(self) -> bool:
@@ -68,6 +70,10 @@ class Coordinator:
     ``secret`` admits members. They show that they live every ``beat`` seconds, and are lost after ``lost_after``
     seconds of silence. ``stats_every``: seconds between members' reports of themselves; 0: they make none. ``on_end``
     is called once, from the coordinator's thread, with the cause or None. ``who``: how people know this process.
+
+    ``min_workers``: with at least so many workers left the job goes on without those that are lost; 0: the first loss
+    ends it. From the coordinator's thread ``on_members`` is called with each new membership, and ``on_loss`` with each
+    loss, when there is the best account of it.
     """
 
     def __init__(
@@ -83,19 +89,24 @@ class Coordinator:
         stats_every: float = 0.0,
         on_end: Callable[[Cause | None], None] | None = None,
         who: str = "the coordinator",
+        min_workers: int = 0,
+        on_loss: Callable[[Cause], None] | None = None,
+        on_members: Callable[[Membership], None] | None = None,
     ) -> None:
         self.workers, self.servers = workers, servers
+        self.membership = Membership.first(workers, min_workers)
         self.beat, self.lost_after, self.stats_every = beat, lost_after, stats_every
         self.job = secrets.token_hex(4)
         self.cause: Cause | None = None
         self.ended = threading.Event()
         self.empty = threading.Event()
-        self._on_end = on_end
+        self._on_end, self._on_loss, self._on_members = on_end, on_loss, on_members
         self._members: dict[str, _Member] = {}
         self._joined: set[str] = set()
         self._done: set[str] = set()
         self._exits: dict[str, int] = {}
         self._stats: dict[str, Report] = {}
+        self._untold: dict[str, Cause] = {}  # losses of which there may be a better account
         self._second_hand: Cause | None = None
         self._stall = Stall(who, beat, lost_after)
         self._authenticator = Authenticator(secret)
@@ -248,6 +259,8 @@ class Coordinator:
         name = member_name(join.role, join.index)
         if not 0 <= join.index < most:
             raise ProtocolError(f"this job has no {name}: it has {self.workers} workers and {self.servers} servers")
+        if join.role == "worker" and join.index in self.membership.lost:
+            raise JobEnded(f"the job goes on without {name}, which {self.membership.lost[join.index].what}")
         if name in self._done:
             raise ProtocolError(f"{name} has left this job, and a job is joined once")
         if name in self._joined or name in self._members:
@@ -260,7 +273,9 @@ class Coordinator:
             self._joined.add(name)
             self.empty.clear()
         times = (self.beat, self.lost_after, self.stats_every)
-        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, *times))
+        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, *times, self.membership.least))
+        if self.membership.epoch:
+            self._send(writer, frames.Epoch(self.membership))
         return member
 
     def _send(self, writer: asyncio.StreamWriter, message: frames.Message) -> None:
@@ -289,7 +304,15 @@ class Coordinator:
             self._loop.create_task(self._book.forget(member.name, message.key))
         elif isinstance(message, frames.Fail):
             member.failed = True
-            self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)
+            cause = self._stall.blame(message.cause) if message.cause.settle else message.cause
+            if not message.alone or cause.who != member.name:
+                self._fail(cause)
+            elif cause.settle:  # a lost peer may be why, and its own loss the better account
+                self._loop.call_later(cause.settle, self._lose, member.name, cause)
+            else:
+                self._lose(member.name, cause)
+        elif isinstance(message, frames.Suspect):
+            self._loop.call_later(SETTLE_SECONDS, self._suspect, member.name, message)
         elif isinstance(message, frames.Left):
             self._left(message.role, message.index, message.status)
         elif isinstance(message, frames.Stopped):
@@ -300,8 +323,7 @@ class Coordinator:
             member.left = True
             self._done.add(member.name)
             self._book.leave(member.name)
-            if all(member_name("worker", i) in self._done for i in range(self.workers)):
-                self._end(None)
+            self._end_if_done()
         else:
             raise ProtocolError(f"a {type(message).__name__} is nothing a member may send")
 
@@ -321,8 +343,10 @@ class Coordinator:
                 silent = now - member.seen
                 if silent > self.lost_after and not member.left:
                     if not member.reads:
-                        self._fail(Cause(member.name, f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"))
-                    member.writer.transport.abort()
+                        silence = f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"
+                        self._lose(member.name, Cause(member.name, silence))
+                    if not member.lost or silent > 2 * self.lost_after:  # else it may yet read that it is out
+                        member.writer.transport.abort()
 
     def _disconnected(self, member: _Member) -> None:
         del self._members[member.name]
@@ -336,7 +360,8 @@ class Coordinator:
         if member.name in self._exits:
             self._judge(member.name)
         elif not member.left and not member.failed:
-            self._fail(self._stall.blame(Cause(member.name, GONE, settle=SETTLE_SECONDS)))
+            cause = self._stall.blame(Cause(member.name, GONE, settle=SETTLE_SECONDS))
+            self._lose(member.name, cause)
         if all(other.reads for other in self._members.values()):
             self.empty.set()
 
@@ -356,6 +381,8 @@ class Coordinator:
     def _judge(self, name: str) -> None:
         """The process of ``name`` is gone; was that all right?"""
         status = self._exits[name]
+        if name in self._done and self.membership.survives:
+            return
         if status:
             cause = Cause(name, describe_exit(status))
             if status > 0 and name not in self._done:
@@ -364,11 +391,58 @@ class Coordinator:
                 # It had said goodbye. If nobody misses it, the others are about to say theirs, and all is well.
                 self._loop.call_later(SETTLE_SECONDS, self._fail, cause)
             else:
-                self._fail(cause)
+                self._lose(name, cause)
         elif name not in self._joined:
             self._fail(Cause(name, "exited without joining the job: its script has to call tensorwire.init()"))
         elif name not in self._done:
-            self._fail(self._stall.blame(Cause(name, "exited with status 0 in the middle of the job")))
+            self._lose(name, self._stall.blame(Cause(name, "exited with status 0 in the middle of the job")))
+
+    def _suspect(self, name: str, message: frames.Suspect) -> None:
+        """A member said that its connection to a worker is gone: if by now nothing else explains that, so be it."""
+        if self.membership.workers.get(message.worker) == message.incarnation:
+            worker = member_name("worker", message.worker)
+            self._lose(worker, Cause(worker, f"lost its connection to {name}"))
+
+    def _lose(self, name: str, cause: Cause) -> None:
+        """``cause`` is that the process of ``name`` is lost: the job goes on without it, or ends."""
+        role, _, index = name.partition(" ")
+        if not self.membership.survives or role != "worker" or name in self._done or cause.who != name:
+            self._fail(cause)
+            return
+        now = self.membership.lose(int(index), cause.bounded().what)
+        if self.ended.is_set() or now is self.membership:
+            return
+        self.membership = now
+        if name in self._members:
+            self._members[name].lost = True
+            self._send(self._members[name].writer, frames.End(cause.bounded()))
+        self._loop.create_task(self._book.lose(name))
+        for other in self._members.values():
+            if not other.reads and other.name != name:
+                self._send(other.writer, frames.Epoch(now))
+        if self._on_members is not None:
+            self._on_members(now)
+        self._untold[name] = cause
+        self._loop.call_later(cause.settle, self._tell_loss, name)
+        self._end_if_done()
+
+    def _tell_loss(self, name: str) -> None:
+        """Says what is best known of how a worker was lost; it is the job's end if too few are left."""
+        cause = self._untold.pop(name, None)
+        if cause is None:
+            return
+        if name in self._exits and not cause.traceback:
+            cause = Cause(name, describe_exit(self._exits[name]))
+        told = Cause(name, f"{cause.what}: {self.membership.outlook()}", cause.traceback)
+        if not self.membership.enough:
+            self._fail(told)
+        elif self._on_loss is not None:
+            self._on_loss(told)
+
+    def _end_if_done(self) -> None:
+        """The job ends well when every worker that is in has left in good order."""
+        if self._done and all(member_name("worker", rank) in self._done for rank in self.membership.workers):
+            self._end(None)
 
     def _fail(self, cause: Cause) -> None:
         if self.ended.is_set():
@@ -382,6 +456,11 @@ class Coordinator:
     def _end(self, cause: Cause | None) -> None:
         if self.ended.is_set():
             return
+        if cause is None:
+            for name in list(self._untold):
+                self._tell_loss(name)
+            if self.ended.is_set():
+                return
         self.cause = None if cause is None else cause.bounded()
         self.ended.set()
         for member in self._members.values():

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import msgspec
 
+from tensorwire.control.membership import Membership
 from tensorwire.errors import ProtocolError
 
-VERSION = 7
+VERSION = 8
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -46,7 +47,10 @@ class Join(Message, tag="join", frozen=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True):
-    """The coordinator's answer: the job as it is. ``stats``: seconds between a member's reports of itself; 0: none."""
+    """The coordinator's answer: the job as it is. ``stats``: seconds between a member's reports of itself; 0: none.
+
+    ``incarnation``: of this process, among those of its name; ``least``: as in `Membership`.
+    """
 
     job: str
     incarnation: int
@@ -55,6 +59,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     beat: float
     lost_after: float
     stats: float = 0.0
+    least: int = 0
 
 
 class Publish(Message, tag="publish", frozen=True):
@@ -151,9 +156,10 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class Fail(Message, tag="fail", frozen=True):
-    """A member says that it, or someone it watches, has failed."""
+    """A member says that it, or someone it watches, has failed. ``alone``: the others may go on without it."""
 
     cause: Cause
+    alone: bool = False
 
 
 class Left(Message, tag="left", frozen=True):
@@ -170,6 +176,19 @@ class Stopped(Message, tag="stopped", frozen=True):
     role: Name
     index: int
     seconds: Seconds
+
+
+class Suspect(Message, tag="suspect", frozen=True):
+    """A member's connection to worker ``worker``, of that ``incarnation``, is gone. The coordinator decides."""
+
+    worker: int
+    incarnation: Id
+
+
+class Epoch(Message, tag="epoch", frozen=True):
+    """Who is in the job from now on."""
+
+    membership: Membership
 
 
 class Bye(Message, tag="bye", frozen=True):
@@ -238,6 +257,8 @@ Any = (
     | Fail
     | Left
     | Stopped
+    | Suspect
+    | Epoch
     | Bye
     | Waiting
     | Note

@@ -13,6 +13,8 @@ import msgspec
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.locality import locality
+from tensorwire.control.membership import Membership
+from tensorwire.control.names import member_name
 from tensorwire.control.reach import CANDIDATES, Card, Endpoint, Route, connect, endpoint, not_opened
 from tensorwire.device import Channel, Device
 from tensorwire.device.copy_choice import measure_copy_aside
@@ -33,6 +35,7 @@ from tensorwire.observe import spans
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
+_LOOK = 1.0  # seconds between looks at the job while a loss is to be confirmed
 PATIENCE = 2.0  # seconds that a worker waits in a step without a word to the coordinator
 
 
@@ -69,11 +72,13 @@ class Member:
         self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
+        self._members_changed = threading.Condition()
         try:
             if spans.enabled:
                 spans.clock = self.client.clock()
             card = self._open_devices(device)
             self.client.on_end(self._ended)
+            self.client.on_members(self._change)
             self.client.publish(f"card/{self.name}", msgspec.msgpack.encode(card))
         except BaseException:
             self.close(goodbye=False)
@@ -141,9 +146,9 @@ class Member:
             return msgspec.msgpack.decode(self.client.lookup(key), type=str)
 
     def card(self, name: str, timeout: float = 60.0) -> Card:
-        """Another member's entry. Raises `WaitTimeout` if it has not joined."""
+        """Another member's entry. Raises `WaitTimeout` if it has not joined, `PeerLost` if it is lost."""
         try:
-            return decode_message(self.client.lookup(f"card/{name}", timeout), Card)
+            return decode_message(self.client.lookup(f"card/{name}", timeout, owner=name), Card)
         except WaitTimeout:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
 
@@ -185,9 +190,53 @@ class Member:
         except TensorwireError as error:
             raise self.explain(error, seconds) from None
 
-    def fail(self, what: str, traceback: str = "", *, settle: float = 0.0) -> None:
-        """Ends the job: this process did ``what``; after ``settle`` seconds, unless somebody has a better account."""
-        self.client.fail(Cause(self.name, what, traceback, settle))
+    def fail(self, what: str, traceback: str = "", *, settle: float = 0.0, alone: bool = False) -> None:
+        """Ends the job: this process did ``what``; after ``settle`` seconds, unless somebody has a better account.
+
+        ``alone``: a job that survives this process goes on.
+        """
+        self.client.fail(Cause(self.name, what, traceback, settle), alone=alone)
+
+    # ---- members that are lost
+
+    @property
+    def membership(self) -> Membership:
+        """Who is in the job, as far as this process has been told."""
+        return self.client.membership
+
+    def on_members(self, call: Callable[[Membership], object]) -> None:
+        """As `Client.on_members`, after the channels to those that are lost have ended."""
+        self.client.on_members(call)
+
+    def _change(self, membership: Membership) -> None:
+        """Wakes all that wait for a worker that is lost."""
+        with self._lock:
+            names = {member_name("worker", rank): lost.what for rank, lost in membership.lost.items()}
+            ended = [(self._channels[name], what) for name, what in names.items() if name in self._channels]
+        for channel, what in ended:
+            for lane in channel.lanes:
+                lane.liveness.lose(what)
+            with contextlib.suppress(TensorwireError):
+                channel.settle(0.0)  # a peer that lives, and goes on, finds its connections closed
+            channel.close()  # else waits that name no channel would end for this loss, again and again
+        with self._members_changed:
+            self._members_changed.notify_all()
+
+    def await_loss(self, worker: int, error: PeerLost) -> None:
+        """Returns when the worker, a channel to which ended with ``error``, is out of the job.
+
+        Raises ``error`` where the job does not survive that, or why it ended.
+        """
+        if not self.membership.survives:
+            raise error
+        incarnation = self.membership.workers.get(worker)
+        if incarnation is not None:
+            self.client.suspect(worker, incarnation)
+        with self._members_changed:
+            while incarnation is not None and self.membership.workers.get(worker) == incarnation:
+                if self.client.ended.is_set():
+                    raise self.client.error()
+                self._members_changed.wait(_LOOK)
 
     def _ended(self, cause: Cause | None) -> None:
         if cause is not None:

@@ -37,6 +37,12 @@ def check_count(what: str, count: int, most: int = MOST_MEMBERS) -> None:
         raise ArgumentError(f"{what}: at most {most}, not {count}")
 
 
+def check_min_workers(what: str, least: int | None, workers: int) -> None:
+    """Raises `ArgumentError` unless ``least``, if there is one, is the number of some of the workers."""
+    if least is not None and not 1 <= least <= workers:
+        raise ArgumentError(f"{what} is the number of workers to go on with, 1 to {workers}, not {least}")
+
+
 def whole(environment: Mapping[str, str], name: str, default: int | None = None) -> int | None:
     """A whole number, or ``default`` where it is not set. Raises `ArgumentError`."""
     text = environment.get(name, "")

@@ -22,6 +22,7 @@ class Waits:
 
     def __init__(self, sizes: Mapping[str, int], tell: Callable[[str, str], None]) -> None:
         self._sizes, self._tell = sizes, tell
+        self._lost: set[str] = set()
         self._pauses: dict[str, float] = {}
         self._steps: dict[str, tuple[frames.Waiting, asyncio.Task[None]]] = {}
 
@@ -51,9 +52,15 @@ class Waits:
             repeat = self._repeat(member, why, message.seconds)
             self._steps[member] = message, asyncio.get_running_loop().create_task(repeat)
 
+    def lose(self, member: str) -> None:
+        """Nobody waits for ``member`` any more."""
+        self._lost.add(member)
+        self.step(member, frames.Waiting())
+
     def missing(self, role: str, here: set[str]) -> str:
         """The members of a role that are not ``here``, in words; '' for none."""
-        return listed([n for n in (member_name(role, i) for i in range(self._sizes.get(role, 0))) if n not in here])
+        names = (member_name(role, i) for i in range(self._sizes.get(role, 0)))
+        return listed([name for name in names if name not in here | self._lost])
 
     async def _repeat(self, member: str, why: Callable[[], str], waited: float) -> None:
         began = time.monotonic() - waited

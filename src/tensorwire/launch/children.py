@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.errors import ControlError
-from tensorwire.launch.place import worker_environment
+from tensorwire.launch.place import Place, worker_environment
 from tensorwire.launch.start import module_command
 from tensorwire.launch.stops import is_stopped
 
@@ -91,10 +91,13 @@ def start_server(
     return Child("tensorwire.launch.server_process", environment=values, stdout=stdout, stderr=stderr, own=own)
 
 
-def start_coordinator(secret: str, workers: int, servers: int, interface: str, port: int) -> tuple[Child, str]:
+def start_coordinator(secret: str, place: Place, interface: str, port: int) -> tuple[Child, str]:
     """A coordinator as a process of its own, and its address. Raises `ControlError` if it cannot listen."""
     environment = worker_environment(os.environ, secret=secret)
-    module, arguments = "tensorwire.launch.coordinator_process", (workers, servers, interface, port)
+    module, arguments = (
+        "tensorwire.launch.coordinator_process",
+        (place.workers, place.servers, interface, port, place.min_workers),
+    )
     child = Child(module, *arguments, environment=environment, stdout=subprocess.PIPE)
     assert child.process.stdout is not None
     line = child.process.stdout.readline().decode().strip()

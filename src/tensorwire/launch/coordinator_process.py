@@ -1,4 +1,4 @@
-"""``python -m tensorwire.launch.coordinator_process WORKERS SERVERS HOST PORT``: the coordinator as a process."""
+"""``python -m tensorwire.launch.coordinator_process WORKERS SERVERS HOST PORT MIN``: the coordinator as a process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     """Runs until the job has ended and everybody has left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
     workers, servers, interface, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    min_workers = int(arguments[4])
     secret = os.environ.pop("TENSORWIRE_SECRET").encode()
     try:
         beat, lost_after = heartbeat(os.environ)
@@ -35,6 +36,8 @@ def main(arguments: list[str]) -> int:
                 port=port,
                 beat=beat,
                 lost_after=lost_after,
+                min_workers=min_workers,
+                on_loss=lambda loss: print(f"tensorwire: {loss}", file=sys.stderr, flush=True),
             )
     except TensorwireError as error:
         print(error, flush=True)

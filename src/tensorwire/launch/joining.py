@@ -40,6 +40,7 @@ def init(
     world_size: int | None = None,
     rendezvous: str | None = None,
     servers: int | None = None,
+    min_workers: int | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
 ) -> Job:
     """Joins the job as a worker. Call it once, before anything else of Tensorwire.
@@ -54,6 +55,8 @@ def init(
         rendezvous: ``HOST:PORT``, where rank 0 starts the coordinator of the job.
         servers: How many servers the job has; by default one for each worker. Under ``tensorwire run``, its
             ``--servers`` counts.
+        min_workers: With so many workers left the job goes on without those that are lost; by default the first loss
+            ends it. Under ``tensorwire run``, its ``--min-workers`` counts. The same on all workers.
         tensorboard: The folder in which each worker writes an event file of what `Job.report` is given. By default
             that of ``tensorwire run --tensorboard``, if any.
 
@@ -73,7 +76,9 @@ def init(
     global _jobs_before
     if in_a_job():
         raise ArgumentError("init() was already called in this process; close() that job first")
-    place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
+    place = find_place(
+        os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers, min_workers=min_workers
+    )
     if place.starter == "run":
         _buffer_lines()
     for read in (grace_seconds, heartbeat, server_threads, step_timeout):  # refuse now what would fail later
@@ -131,7 +136,7 @@ def _meet(place: Place, children: list[Child]) -> Rendezvous:
         return Rendezvous(place.rendezvous, os.environ["TENSORWIRE_SECRET"])
     if place.starter == "alone":
         secret = secrets_.new_secret()
-        child, address = start_coordinator(secret, place.workers, place.servers, "127.0.0.1", 0)
+        child, address = start_coordinator(secret, place, "127.0.0.1", 0)
         children.append(child)
         return Rendezvous(address, secret)
     return agree(place, _jobs_before, children)

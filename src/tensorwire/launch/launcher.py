@@ -17,8 +17,15 @@ from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, connect, split_address
+from tensorwire.control.membership import Membership
 from tensorwire.control.names import describe_exit, member_name
-from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count, step_timeout
+from tensorwire.control.settings import (
+    MOST_MACHINES,
+    MOST_ON_A_MACHINE,
+    check_count,
+    check_min_workers,
+    step_timeout,
+)
 from tensorwire.device.copy_choice import measure_copy
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import ArgumentError
@@ -50,6 +57,7 @@ _SIGNALS = {
     signal.SIGTERM: Cause("SIGTERM", "ended the job"),
     signal.SIGHUP: Cause("SIGHUP", "ended the job: its terminal was closed"),
 }
+_NEWS = ("end", "guard", "loss", "members")  # events that are not the end of a process
 # What schedulers and people mean for scripts: Slurm's --signal=USR1@90, Ctrl-\.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
@@ -71,6 +79,7 @@ class RunOptions:
     tensorboard: str | None = None
     checkpoints: str | None = None
     fates: str | None = None
+    min_workers: int | None = None
 
     def check(self) -> None:
         """Raises `ArgumentError`, or where every process would: such as `VerbsUnavailable`."""
@@ -89,6 +98,7 @@ class RunOptions:
             raise ArgumentError("several nodes need --rendezvous HOST:PORT, the address of node 0")
         if self.rendezvous is not None and split_address(self.rendezvous)[1] == 0 and self.nodes > 1:
             raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
+        check_min_workers("--min-workers", self.min_workers, self.workers * self.nodes)
         if self.metrics is not None and self.node != 0:
             raise ArgumentError("--metrics belongs to node 0, which hears of all processes")
         if self.device != AUTO:
@@ -111,6 +121,7 @@ class Launcher:
         self._running: dict[str, int] = {}  # name -> process group
         self._groups: list[int] = []
         self._statuses: dict[str, int] = {}
+        self._lost: dict[str, float] = {}  # without these the job goes on; when they have to be gone
         self._servers: list[Child] = []
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the only queue a signal handler may put into
         self._stops = Stops(self._beat, self._lost_after)
@@ -177,6 +188,9 @@ class Launcher:
                 stats_every=self._view.stats_every,
                 on_end=self._on_end,
                 who="the launcher",
+                min_workers=o.min_workers or 0,
+                on_loss=self._on_loss,
+                on_members=self._on_members,
             )
             self._view.attend(self._coordinator)
             connect(self._coordinator.address, 0.0).close()  # what stops us would stop every process
@@ -186,6 +200,7 @@ class Launcher:
             o.rendezvous, secret.encode(), "launcher", o.node, patience=JOIN_SECONDS, timeout=self._lost_after
         )
         self._client.on_end(self._on_end)
+        self._client.on_members(self._on_members)
         job = self._client.welcome
         if (job.workers, job.servers) != (workers, servers):
             raise ArgumentError(
@@ -263,6 +278,12 @@ class Launcher:
     def _on_end(self, cause: Cause | None) -> None:
         self._events.put(("end", cause))
 
+    def _on_loss(self, cause: Cause) -> None:
+        self._events.put(("loss", cause))
+
+    def _on_members(self, membership: Membership) -> None:
+        self._events.put(("members", membership))
+
     def _interrupted(self, number: int, _: FrameType | None) -> None:
         first = not self._signalled
         self._signalled = self._signalled or number
@@ -295,11 +316,18 @@ class Launcher:
                 event = self._events.get(timeout=max(0.0, look_at - time.monotonic()))
             except queue.Empty:
                 self._report_stops()
+                self._end_lost()
                 look_at = time.monotonic() + self._beat
                 continue
             if event[0] == "end":
                 cause: Cause | None = event[1]
                 return cause
+            if event[0] == "loss":
+                self._report(event[1])
+                continue
+            if event[0] == "members":
+                self._note_lost(event[1])
+                continue
             role, index, status = event
             if role == "guard":
                 self._view.output.print_line(
@@ -312,6 +340,16 @@ class Launcher:
                 self._coordinator.left(role, index, status)
             elif self._client is not None:
                 self._client.report_exit(role, index, status)
+
+    def _note_lost(self, membership: Membership) -> None:
+        """The job goes on without these."""
+        until = time.monotonic() + self._leave_seconds
+        self._lost = {member_name("worker", rank): until for rank in membership.lost} | self._lost
+
+    def _end_lost(self, *, now: bool = False) -> None:
+        """Ends what is out of the job, and has not left by itself, such as a process that was stopped."""
+        late = [n for n, until in self._lost.items() if n in self._running and (now or time.monotonic() > until)]
+        signal_groups([self._running[name] for name in late], signal.SIGKILL)
 
     def _report_stops(self) -> None:
         joined = self._coordinator.has_joined if self._coordinator is not None else lambda _: False
@@ -334,7 +372,7 @@ class Launcher:
         while any(name.startswith(role) for name in self._running):
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=max(0.0, end - time.monotonic()))
-                if event[0] not in ("end", "guard"):
+                if event[0] not in _NEWS:
                     self._note(member_name(event[0], event[1]), event[2])
                 continue
             return
@@ -344,11 +382,12 @@ class Launcher:
     def _clear(self, cause: Cause | None) -> None:
         """Waits for this machine's processes to leave; after a good end, as long as the scripts still run."""
         if cause is None:
+            self._end_lost(now=True)
             self._collect("worker", threading.TIMEOUT_MAX)
         self._collect("", self._leave_seconds)
         if cause is None:
             for name, status in self._statuses.items():
-                if status:
+                if status and name not in self._lost:
                     self._report(Cause(name, f"{describe_exit(status)} after it had left the job"))
                     return
 
@@ -356,7 +395,7 @@ class Launcher:
         """For the shell: of the process that the cause names, or else that failed first."""
         if self._signalled:
             return 128 + self._signalled
-        failed = [s for s in self._statuses.values() if s]
+        failed = [s for name, s in self._statuses.items() if s and (cause or name not in self._lost)]
         if cause is not None:
             failed = [s for s in [self._statuses.get(cause.who, 0), *failed, 1] if s]
         return (failed[0] if failed[0] > 0 else 128 - failed[0]) if failed else 0

@@ -6,10 +6,10 @@ import logging
 import operator
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorwire.control.address import split_address
-from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, seconds, whole
+from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, check_min_workers, seconds, whole
 from tensorwire.device.interfaces import interface_address
 from tensorwire.device.registry import AUTO
 from tensorwire.errors import ArgumentError
@@ -33,6 +33,7 @@ class Place:
     servers: int
     rendezvous: str | None
     several_machines: bool
+    min_workers: int = 0
 
     @property
     def who(self) -> str:
@@ -62,8 +63,22 @@ def find_place(
     world_size: int | None = None,
     rendezvous: str | None = None,
     servers: int | None = None,
+    min_workers: int | None = None,
 ) -> Place:
     """This process's place; arguments win over the environment. Raises `ArgumentError`."""
+    place = _find(environment, rank, world_size, rendezvous, servers)
+    least = _count("min_workers", min_workers)
+    check_min_workers("init(min_workers=)", least, place.workers)
+    return place if least is None else replace(place, min_workers=least)
+
+
+def _find(
+    environment: Mapping[str, str],
+    rank: int | None,
+    world_size: int | None,
+    rendezvous: str | None,
+    servers: int | None,
+) -> Place:
     given = (rank is not None, world_size is not None, rendezvous is not None)
     if any(given) and not all(given):
         raise ArgumentError("init(rank=, world_size=, rendezvous=) belong together: give all three or none")

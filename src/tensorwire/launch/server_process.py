@@ -99,7 +99,9 @@ def _fail(member: Member, error: BaseException) -> None:
     """What a server's thread raised ends the job."""
     from tensorwire.store.consensus import Disagreement, Finished
 
-    if isinstance(error, (JobEnded, PeerLost)):
+    if isinstance(error, PeerLost) and member.membership.survives and not member.client.ended.wait(_SETTLE_SECONDS):
+        member.fail(f"cannot go on, because all have to begin together, or to set values or state: {error}")
+    elif isinstance(error, (JobEnded, PeerLost)):
         if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
             member.fail(f"stopped: {error}")
     elif isinstance(error, Finished):
@@ -120,10 +122,10 @@ def _fail(member: Member, error: BaseException) -> None:
 def _serve_shard(member: Member, name: str, spec: StoreSpec, shard: int) -> None:
     from tensorwire.store.server import StoreServer
 
-    welcome = member.client.welcome
+    servers = member.client.welcome.servers
     with contextlib.ExitStack() as asks:  # closed when all has been said about an error
         try:
-            server = StoreServer(member, name, spec, welcome.workers, welcome.servers, shard)
+            server = StoreServer(member, name, spec, servers, shard)
             _limit_threads()
             try:
                 asks.callback(_asks(member, name, shard, server).close)
@@ -165,7 +167,7 @@ def _make(member: Member, name: str, spec: StoreSpec) -> tuple[RequestStore, Cal
     from tensorwire.store.row_server import RowServer
 
     kind = RowServer if spec.table else KeyServer
-    server = kind(member, name, spec, member.client.welcome.workers, member.client.welcome.servers)
+    server = kind(member, name, spec, member.client.welcome.servers)
     _limit_threads()
     asks = _asks(member, name, member.index, server)
 
@@ -182,9 +184,8 @@ def _publish(
     from tensorwire.store.published_keys import PublishedKeys
     from tensorwire.store.request_link import store_number
 
-    welcome = member.client.welcome
     stores = [requests.store(store_number(part)) for part in spec.parts]
-    server = PublishedKeys(member, name, spec, welcome.workers, welcome.servers, stores, partial(_fail, member))
+    server = PublishedKeys(member, name, spec, member.client.welcome.servers, stores, partial(_fail, member))
     return server, server.close
 
 
@@ -217,7 +218,7 @@ def serve(member: Member) -> None:
     """Serves store after store until the job ends."""
     threads: list[threading.Thread] = []
     start = partial(_start, threads)
-    requests = RequestServer(member, member.client.welcome.workers, partial(_fail, member))
+    requests = RequestServer(member, partial(_fail, member))
     try:
         _load_framework(member)
         for number in itertools.count():

@@ -64,7 +64,7 @@ def _start(place: Place, number: int, children: list[Child]) -> Rendezvous:
         await_name(host, JOIN_SECONDS)
     elif place.several_machines:
         host = listening_interface(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ)
-    child, address = start_coordinator(secret, place.workers, place.servers, host, port)
+    child, address = start_coordinator(secret, place, host, port)
     children.append(child)
     handout = None if place.several_machines else Handout(_name(place, number), secret)
     try:

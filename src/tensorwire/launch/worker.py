@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from tensorwire.control import Cause, Member
 from tensorwire.control.locality import apart
 from tensorwire.control.names import member_name
-from tensorwire.errors import ArgumentError, JobEnded, PeerLost, StepInterrupted, TensorwireError
+from tensorwire.errors import ArgumentError, JobEnded, OutOfMemory, PeerLost, StepInterrupted, TensorwireError
 from tensorwire.launch.children import Child
 from tensorwire.launch.excepthook import ExceptHook, print_end
 from tensorwire.launch.place import Place, grace_seconds
@@ -211,14 +211,16 @@ class Worker:
             return
         if isinstance(error, SystemExit):
             self.member.fail(
-                f"exited with status {error.code}" if isinstance(error.code, int) else f"exited: {error.code}"
+                f"exited with status {error.code}" if isinstance(error.code, int) else f"exited: {error.code}",
+                alone=True,
             )
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         ours = next((found for translate in self.translations if (found := translate(error)) is not None), error)
         lines = str(ours).splitlines()
         settle = _SECOND_HAND_SECONDS if isinstance(ours, PeerLost) else 0.0
-        self.member.fail(f"raised {type(ours).__name__}: {lines[0] if lines else ''}", text, settle=settle)
+        alone = not isinstance(ours, TensorwireError) or isinstance(ours, (PeerLost, OutOfMemory))
+        self.member.fail(f"raised {type(ours).__name__}: {lines[0] if lines else ''}", text, settle=settle, alone=alone)
 
     @property
     def launcher_prints(self) -> bool:

@@ -26,8 +26,11 @@ def show(member: Member, name: str, peer: str, memory: Region, more: RemoteRegio
 
 
 def find(member: Member, name: str, peer: str) -> tuple[RemoteRegion, RemoteRegion | None]:
-    """What ``peer`` shows this process. Waits for it. Raises `ProtocolError`, `WaitTimeout` or `JobEnded`."""
-    packed = member.client.lookup(f"{name}/{peer}/{member.name}", timeout=_SECONDS)
+    """What ``peer`` shows this process. Waits for it.
+
+    Raises `ProtocolError`, `WaitTimeout`, `JobEnded`, or `PeerLost` where it is lost.
+    """
+    packed = member.client.lookup(f"{name}/{peer}/{member.name}", timeout=_SECONDS, owner=peer)
     endpoint = decode_message(packed, _Endpoint)
     memory, device = RemoteRegion.unpack(endpoint.memory), member.channel(peer).device
     if memory.device != device.name:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,16 +19,17 @@ import numpy.typing as npt
 from tensorwire._native import gather
 from tensorwire.control import Member
 from tensorwire.edge import Producer
-from tensorwire.errors import ProtocolError
+from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory
 from tensorwire.store.bucket_code import decoders
+from tensorwire.store.consensus import Disagreement
 from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.pushes import WRITER, Push
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
-from tensorwire.store.rounds import is_due, may_read
+from tensorwire.store.rounds import Members, is_due, may_read
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE, Bucket
 from tensorwire.store.store_layout import StoreSpec
@@ -59,10 +60,11 @@ class _Bucket:
 class KeyServer(RequestStore):
     """Serves its shard of the store of keys ``name`` to all workers until they finish."""
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        super().__init__(member, name, spec, workers)
+    def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int) -> None:
+        super().__init__(member, name, spec)
+        ranks = sorted(self.members.active)
         self.plan = spec.plan(servers)
-        check_memory(self.plan.registered_bytes(self.index, workers), member.name)
+        check_memory(self.plan.registered_bytes(self.index, len(ranks)), member.name)
         self._telling = telling(spec.mode)
         # Nobody else looks at the values, so that they need no memory file; they begin at a page as elsewhere.
         room = np.zeros(self.plan.shard_bytes[self.index] + PAGE, np.uint8)
@@ -70,11 +72,11 @@ class KeyServer(RequestStore):
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
-        self.peers: list[_Peer] = [_Peer(self, worker) for worker in range(workers)]
-        for peer in self.peers:
+        self.peers: dict[int, _Peer] = {rank: _Peer(self, rank) for rank in ranks}
+        for peer in self.peers.values():
             peer.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
-        self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
+        self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(ranks, 0)) for _ in buckets]
         self._ready = threading.Event()
         self._options = bytes(self.option_bytes)  # those of the last push of a worker
 
@@ -223,8 +225,17 @@ class KeyServer(RequestStore):
 
     def _leave(self, peer: _Peer) -> None:
         """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
+        self._go_on(peer, self.members.finish)
+
+    def lose(self, worker: int) -> None:
+        """As `RequestStore`."""
+        if worker == 0 and not self._ready.is_set():
+            raise Disagreement(worker, f"was lost before the keys of {self.name} had their first values")
+        self._go_on(self.peers[worker], self.members.lose)
+
+    def _go_on(self, peer: _Peer, without: Callable[[int], Members]) -> None:
         with self.at_rest():
-            self.members = self.members.finish(peer.index)
+            self.members = without(peer.index)
             peer.left = True
             for index in range(len(self._buckets)):
                 self._close_if_due(index)
@@ -299,6 +310,10 @@ class _Peer(RequestPeer):
         """Answers the next request for a bucket, by its values if these are wanted. The caller holds its lock."""
         if self.left:
             return
+        with contextlib.suppress(PeerLost):  # that worker's thread will hear of it, too
+            self._answer(bucket, wants=wants)
+
+    def _answer(self, bucket: int, *, wants: bool) -> None:
         self._answered[bucket] = number = self._answered[bucket] + 1
         if not wants:
             self._words[bucket].send(number)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
-from tensorwire.errors import WaitTimeout
+from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.consensus import agreed, check_alike
@@ -24,11 +25,12 @@ class Lockstep:
         self.workers, self.rule, self.fates = shard.workers, shard.rule, shard.fates
         self._buckets = shard.plan.buckets[shard.index]
         self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.overlap)
-        self._members = Members.first(len(self.workers))
-        self._active = self.workers  # in the order of ranks: who takes part in rounds
+        self._members = Members(frozenset(self.workers))
+        self._here: frozenset[int] = frozenset()  # whose heads the round has: they take part, and may be lost since
         self._sameness = Sameness(len(self.workers) if shard.index == 0 else 1)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
+        self._contributors = [self._here] * len(self._buckets)  # of the round
         shard.keep_snapshots()
 
     def run(self) -> None:
@@ -36,6 +38,11 @@ class Lockstep:
         while True:
             self.step += 1
             heads = self._take_part()
+            self._here = frozenset(heads)
+            if not (heads or self._members.idle):
+                if self._members.finished:
+                    return
+                raise self.shard.end()
             operation = self._agree(heads) if heads else StepOperation.IDLE
             if operation is StepOperation.FINISH:
                 return
@@ -43,14 +50,14 @@ class Lockstep:
             if operation is StepOperation.UPDATE:
                 if self.shard.spec.alike:
                     check_alike({w: head.options for w, head in heads.items()}, self.updates)
-                self._update(heads[self._members.leader])
+                self._update(heads[min(heads)])
             elif operation is StepOperation.ASSIGN:
                 self._assign()
             else:
                 self._stay(operation)
                 if operation is StepOperation.SKIP:
                     self._discard(heads)
-                    self._send_norm(LEFT_OUT, [self.workers[w] for w, head in heads.items() if head.max_norm])
+                    self._send_norm(LEFT_OUT, [w for w, head in heads.items() if head.max_norm])
             if not self._buckets:
                 self._publish(0)
             self.updates += operation in STEPS
@@ -58,16 +65,25 @@ class Lockstep:
 
     def _take_part(self) -> dict[int, StepHeader]:
         """The heads of the workers that take part in this round: those that are not idle."""
-        heads = {w.index: self.shard.head(w, self.step) for w in self._active}
-        for rank in [rank for rank, head in heads.items() if head.operation is StepOperation.IDLE]:
-            self._change(self._members.rest(rank))
-            del heads[rank]
+        heads: dict[int, StepHeader] = {}
+        for rank in sorted(self._members.active):
+            try:
+                heads[rank] = self.shard.head(self.workers[rank], self.step)
+            except PeerLost as error:
+                self._lose(rank, error)
+        for rank, head in list(heads.items()):
+            if head.operation is StepOperation.IDLE:
+                self._members = self._members.rest(rank)
+                del heads[rank]
+            elif head.operation is StepOperation.FINISH and self.shard.member.membership.survives:
+                self._members = self._members.finish(rank)
+                del heads[rank]
         return heads
 
-    def _change(self, members: Members) -> None:
-        """The membership changes: between two rounds."""
-        self._members = members
-        self._active = [worker for worker in self.workers if worker.index in members.active]
+    def _lose(self, rank: int, error: PeerLost) -> None:
+        """A channel ended with ``error``: the worker is out of the job, or that ends."""
+        self.shard.await_loss(rank, error)
+        self._members = self._members.lose(rank)
 
     def _agree(self, heads: Mapping[int, StepHeader]) -> StepOperation:
         return agreed({w: head.operation for w, head in heads.items()}, sorted(self._members.idle), self.updates)
@@ -75,13 +91,13 @@ class Lockstep:
     def _stay(self, operation: StepOperation) -> None:
         """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
         if operation is StepOperation.LOAD:
-            self.shard.load(self.step, self._members.leader)
+            self.shard.load(self.step, min(self._here))
         for bucket in range(len(self._buckets)):
             self._carry(bucket)
         if operation is StepOperation.IDLE:
-            self._change(self._members.resume())
-            for worker in self._active:
-                worker.together.send(self.step)
+            self._members = self._members.resume()
+            for rank in sorted(self._members.active):
+                self._tell(rank, lambda worker: worker.together.send(self.step))
 
     def _carry(self, bucket: int) -> None:
         """A bucket keeps its values in this round."""
@@ -90,7 +106,7 @@ class Lockstep:
         self._publish(bucket)
 
     def _assign(self) -> None:
-        for bucket, push in enumerate(self.workers[self._members.leader].pushes):
+        for bucket, push in enumerate(self.workers[min(self._here)].pushes):
             self.shard.before_write(bucket, self.step)
             self.rule.assign(bucket, self.shard.receive(push, self.step), self.step)
             self._publish(bucket)
@@ -101,10 +117,12 @@ class Lockstep:
         kept: list[int] = []
         for bucket in self._arriving():
             ready = clock()
-            pushes = [w.push(bucket, self._present(w, bucket)) for w in self.workers]
+            # From here on it is settled: a push that has come counts, though its worker may be lost since.
+            self._contributors[bucket] = came = self._came(bucket)
+            pushes = [w.push(bucket, self._present(w, bucket, came)) for w in self.workers.values()]
             if self._sameness.watching:
                 self._sameness.compare([p.slot for p in pushes], [p.present for p in pushes])
-            self.rule.reduce(bucket, pushes, self._divisor(), keep=later)
+            self.rule.reduce(bucket, pushes, self._divisor(came), keep=later)
             self.shard.reach(self.updates + 1, "reduced")
             if later:
                 spans.add("update", self.step, ready, clock())
@@ -121,7 +139,7 @@ class Lockstep:
         total = self._norm2() if max_norm else 0.0
         if total == LEFT_OUT:
             for bucket in buckets:
-                self.fates.discarded(bucket, sorted(self._members.active), self.step, "the norm is not finite")
+                self.fates.discarded(bucket, sorted(self._contributors[bucket]), self.step, "the norm is not finite")
                 self._carry(bucket)
             return
         scale = clipping(math.sqrt(total), max_norm) if max_norm else 1.0
@@ -145,12 +163,13 @@ class Lockstep:
         self._merged(bucket)
         self._publish(bucket)
 
-    def _divisor(self) -> int:
-        return divisor(self._members, self._members.active, self.shard.spec.reduce)
+    def _divisor(self, contributors: AbstractSet[int]) -> int:
+        return max(1, divisor(self._members, contributors, self.shard.spec.reduce))
 
     def _merged(self, bucket: int) -> None:
         self.shard.reach(self.updates + 1, "applied")
-        self.fates.merged(bucket, sorted(self._members.active), self.step, self.updates + 1, 1 / self._divisor())
+        came = self._contributors[bucket]
+        self.fates.merged(bucket, sorted(came), self.step, self.updates + 1, 1 / self._divisor(came))
 
     def _discard(self, heads: Mapping[int, StepHeader]) -> None:
         """One worker has found an inf: what the others push is not looked at."""
@@ -158,44 +177,73 @@ class Lockstep:
         for bucket in range(len(self._buckets)) if pushing else ():
             self.fates.discarded(bucket, pushing, self.step, "another worker skipped the step")
 
-    def _present(self, worker: WorkerLink, bucket: int) -> bytes:
-        """A byte a piece; an idle worker has no gradients."""
+    def _present(self, worker: WorkerLink, bucket: int, contributors: AbstractSet[int]) -> bytes:
+        """A byte a piece; those who do not contribute have no gradients."""
         present = worker.present[bucket]
-        return bytes(present) if worker.index in self._members.active else bytes(len(present))
+        return bytes(present) if worker.index in contributors else bytes(len(present))
 
     def _arriving(self) -> Iterator[int]:
         """The buckets, as all workers' gradients for them have come."""
-        for bucket in self._ready_queue.of_round(self._is_there, self._poll):
-            for worker in self._active:
-                self.shard.receive(worker.pushes[bucket], self.step)
-            yield bucket
+        yield from self._ready_queue.of_round(self._is_there, self._poll)
 
     def _is_there(self, bucket: int) -> bool:
-        return is_complete(self._members, lambda rank: self.workers[rank].pushes[bucket].ready(self.step))
+        return is_complete(self._members, lambda rank: rank not in self._here or self._has_pushed(rank, bucket))
+
+    def _has_pushed(self, rank: int, bucket: int) -> bool:
+        return self.workers[rank].pushes[bucket].ready(self.step)
+
+    def _came(self, bucket: int) -> frozenset[int]:
+        """Whose gradients of a bucket have come in this round."""
+        return frozenset(rank for rank in self._here if self._has_pushed(rank, bucket))
 
     def _poll(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""
         try:
-            for worker in self._active:
-                worker.pushes[bucket].receive(self.step, seconds)
+            for rank in sorted(self._here & self._members.active):
+                try:
+                    self.workers[rank].pushes[bucket].receive(self.step, seconds)
+                except PeerLost as error:
+                    self._lose(rank, error)
         except WaitTimeout:
             self.shard.member.check()
 
     def _norm2(self) -> float:
-        """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out."""
-        self._send_norm(sum(self.rule.norm2(b) for b in range(len(self._buckets))), self._active)
-        (total,) = NORM.unpack(self.shard.receive(self.workers[self._members.leader].norm, self.step))
-        return float(total)
+        """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out.
 
-    def _send_norm(self, part: float, workers: Iterable[WorkerLink]) -> None:
-        for worker in workers:
+        All have the same sum, so that of the first who is there will do.
+        """
+        self._send_norm(sum(self.rule.norm2(b) for b in range(len(self._buckets))), sorted(self._here))
+        for rank in sorted(self._here & self._members.active):
+            try:
+                (total,) = NORM.unpack(self.shard.receive(self.workers[rank].norm, self.step))
+                return float(total)
+            except PeerLost as error:
+                self._lose(rank, error)
+        raise self.shard.end()
+
+    def _send_norm(self, part: float, ranks: Iterable[int]) -> None:
+        def send(worker: WorkerLink) -> None:
             worker.norm_back.slot(self.step)[:] = NORM.pack(part)
             worker.norm_back.send(self.step)
 
+        for rank in ranks:
+            self._tell(rank, send)
+
+    def _tell(self, rank: int, send: Callable[[WorkerLink], object]) -> None:
+        """Sends a worker something, if it is there."""
+        if rank in self._members.active | self._members.idle:
+            try:
+                send(self.workers[rank])
+            except PeerLost as error:
+                self._lose(rank, error)
+
     def _publish(self, bucket: int) -> None:
-        for worker in self.workers:
+        def send(worker: WorkerLink) -> None:
             pull = worker.pulls[bucket]
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
             pull.send(self.step)
+
+        for rank in self.workers:
+            self._tell(rank, send)
             self.shard.reach(self.updates + 1, "published_some")

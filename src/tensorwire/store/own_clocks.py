@@ -17,7 +17,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from tensorwire.errors import ProtocolError
+from tensorwire.control.settings import MOST_MEMBERS
+from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
@@ -72,7 +73,7 @@ class OwnClocks:
         assert not isinstance(mode, Sync)
         self.shard, self.rule = shard, shard.rule
         buckets = shard.plan.buckets[shard.index]
-        self.workers = WorkerClocks(shard.member, len(shard.workers))
+        self.workers = WorkerClocks(shard.member, shard.workers)
         self.buckets = [_Bucket(dict.fromkeys(self.workers.members.active, 0)) for _ in buckets]
         self.values = [np.frombuffer(memoryview(shard.parameters), np.uint8, b.nbytes, b.shard) for b in buckets]
         self.bound = mode.staleness if isinstance(mode, SSP) else None
@@ -89,7 +90,7 @@ class OwnClocks:
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
         ends: Ends = SimpleQueue()
-        calls = {f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers}
+        calls = {f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers.values()}
         if self._deadlines is not None:
             self._deadlines.start(f"{self.shard.name} grace", ends)
         try:
@@ -227,6 +228,15 @@ class OwnClocks:
     def leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it."""
         self.workers.leave(worker)
+        self._close_where_due()
+
+    def lose(self, worker: int) -> None:
+        """A worker is lost: no round waits for it, and what came from it counts. Raises `Disagreement` where all have
+        to do something together."""
+        self.workers.lose(worker)
+        self._close_where_due()
+
+    def _close_where_due(self) -> None:
         for bucket, state in enumerate(self.buckets):
             with state.lock:
                 self._close_if_due(bucket)
@@ -268,6 +278,14 @@ class _Rounds:
         self._step = 0
 
     def run(self) -> None:
+        """Until the worker has finished, or is lost."""
+        try:
+            self._run()
+        except PeerLost as error:
+            self._shard.await_loss(self.worker, error)
+            self._clocks.lose(self.worker)
+
+    def _run(self) -> None:
         clocks, worker = self._clocks, self._worker
         for self._step in itertools.count(1):
             head = self._shard.head(worker, self._step)
@@ -300,13 +318,26 @@ class _Rounds:
         if head.fragment >= len(clocks.fragments):
             raise ProtocolError(f"{self._worker.name} sent fragment {head.fragment} of {len(clocks.fragments)}")
         buckets = clocks.fragments[head.fragment]
+        came: list[int] = []
+        lost: PeerLost | None = None
         for bucket in buckets:
-            self._shard.receive(self._worker.pushes[bucket], self._step)
+            try:
+                self._shard.receive(self._worker.pushes[bucket], self._step)
+            except PeerLost as error:  # what came counts
+                lost = error
+                continue
+            came.append(bucket)
             if self._rule.together:
                 continue
             push = self.push(bucket, head.weight)
             with clocks.buckets[bucket].lock:
                 clocks.contribute(bucket, _Contribution(self, self._step, head, push, self.based[bucket]))
+        if lost is not None:
+            for bucket in came if self._rule.together else ():
+                self._shard.fates.discarded(
+                    bucket, [self.worker], self._step, "its worker was lost before the rest came"
+                )
+            raise lost
         if self._rule.together and buckets:
             start = clock()
             with clocks.at_rest():
@@ -327,7 +358,7 @@ class _Rounds:
             self._kept[bucket] = memoryview(bytearray(len(push.slot)))
         self._kept[bucket][:] = push.slot
         counters.add(copies=1, copied_bytes=len(push.slot))
-        return push._replace(worker=push.worker + len(self._shard.workers), slot=self._kept[bucket])
+        return push._replace(worker=push.worker + MOST_MEMBERS, slot=self._kept[bucket])
 
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs."""
@@ -355,6 +386,11 @@ class _Rounds:
 
         The caller holds the bucket's lock. ``first``: the version itself, whatever the rule.
         """
+        with contextlib.suppress(PeerLost):  # this worker's thread will hear of it, too
+            self._send(bucket, step, first=first)
+        self.based[bucket] = self._clocks.buckets[bucket].version
+
+    def _send(self, bucket: int, step: int, *, first: bool) -> None:
         pull = self._worker.pulls[bucket]
         memory = pull.slot(step)
         source = self._slots[bucket] if self._rule.answers_in_slot and not first else self._clocks.values[bucket]
@@ -366,4 +402,3 @@ class _Rounds:
             decoder.answered(memory, first=first)
         pull.send(step)
         self._shard.reach(self._clocks.buckets[bucket].version, "published_some")
-        self.based[bucket] = self._clocks.buckets[bucket].version

@@ -39,12 +39,11 @@ class PublishedKeys(RequestStore):
         member: Member,
         name: str,
         spec: StoreSpec,
-        workers: int,
         servers: int,
         stores: Sequence[RequestStore],
         fail: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(member, name, spec, workers)
+        super().__init__(member, name, spec)
         assert spec.publish is not None
         plans, count = [part.plan(servers) for part in spec.parts.values()], spec.publish.buffers
         plan = joined(plans)
@@ -54,12 +53,12 @@ class PublishedKeys(RequestStore):
         for part in plans:
             self._firsts.append(len(self._buckets))
             self._buckets += part.buckets[self.index]
-        self.peers = [RequestPeer(member, name, worker, PAGE, PAGE) for worker in range(workers)]
-        for peer in self.peers:
+        self.peers = {rank: RequestPeer(member, name, rank, PAGE, PAGE) for rank in sorted(self.members.active)}
+        for peer in self.peers.values():
             peer.open()
         self._publisher: Publisher | None = None
         if self.index == 0:
-            first = self.peers[0]
+            first = self.peers[min(self.peers)]
             grant, asked = (Producer(first.channel, first.theirs.view(at, 8)) for at in (0, WORD))
             self._publisher = Publisher(member, name, plan, count, grant, asked, by_bucket=True)
         moments = Moments(self._all_at_rest, self._updates)

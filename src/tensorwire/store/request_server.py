@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -20,22 +21,22 @@ class RequestServer:
 
     Args:
         member: This server.
-        workers: How many workers the job has.
         fail: What becomes of an error: it ends the job.
     """
 
-    def __init__(self, member: Member, workers: int, fail: Callable[[BaseException], None]) -> None:
-        self._member, self._workers, self._fail = member, workers, fail
+    def __init__(self, member: Member, fail: Callable[[BaseException], None]) -> None:
+        self._member, self._fail = member, fail
         self._stores: dict[int, RequestStore] = {}
         self._ends: dict[int, Callable[[], None]] = {}
         self._open: dict[int, set[int]] = {}  # by store: workers that have not finished
+        self._lost: set[int] = set()
         self._changed = threading.Condition()
         self._inboxes: list[RequestInbox] = []
 
     def begin(self) -> None:
         """Shows workers where their requests go; with the first store, before anything of it."""
         if not self._inboxes:
-            self._inboxes = [RequestInbox(self._member, worker) for worker in range(self._workers)]
+            self._inboxes = [RequestInbox(self._member, rank) for rank in sorted(self._member.membership.workers)]
             for inbox in self._inboxes:
                 name = f"requests of {inbox.name}"
                 threading.Thread(target=self._run, args=(inbox,), name=name, daemon=True).start()
@@ -44,8 +45,11 @@ class RequestServer:
         """From now on requests for the store of that number are handled; ``end()``: when all workers have finished."""
         with self._changed:
             self._stores[number], self._ends[number] = store, end
-            self._open[number] = set(range(self._workers))
+            self._open[number] = set(store.peers)
+            lost = self._lost & self._open[number]
             self._changed.notify_all()
+        for worker in lost:  # while the store was made
+            self._lose_in(number, store, worker)
 
     def store(self, number: int) -> RequestStore:
         """That of this number. Raises `ProtocolError` where there is none."""
@@ -60,21 +64,35 @@ class RequestServer:
             for number in itertools.count(1):
                 try:
                     request = self._receive(inbox, number)
-                except PeerLost:
-                    if self._has(inbox.worker):
-                        raise
-                    return  # it has finished everything, and left
+                except PeerLost as error:
+                    self._lose(inbox.worker, error)
+                    return
                 answered = self._handle(inbox.worker, request)
                 if request.operation is RequestOperation.FINISH:
                     self._finish(request.store, inbox.worker)  # before the worker hears of it, and leaves the job
                 if not answered or number % _CREDIT == 0:
-                    inbox.release(number)
+                    with contextlib.suppress(PeerLost):  # there may be more requests, and after the last one it shows
+                        inbox.release(number)
         except BaseException as error:
             self._fail(error)
 
-    def _has(self, worker: int) -> bool:
+    def _lose(self, worker: int, error: PeerLost) -> None:
+        """The channel to a worker has ended, and all that it had asked was looked at."""
+        if self._stores_of(worker):  # else it has finished everything, and left
+            self._member.await_loss(worker, error)
+            with self._changed:
+                self._lost.add(worker)
+            for number, store in self._stores_of(worker):
+                self._lose_in(number, store, worker)
+
+    def _lose_in(self, number: int, store: RequestStore, worker: int) -> None:
+        store.lose(worker)
+        self._finish(number, worker)
+
+    def _stores_of(self, worker: int) -> list[tuple[int, RequestStore]]:
+        """Those that it has not finished with."""
         with self._changed:
-            return any(worker in workers for workers in self._open.values())
+            return [(number, self._stores[number]) for number, workers in self._open.items() if worker in workers]
 
     def _receive(self, inbox: RequestInbox, number: int) -> Request:
         while True:
@@ -98,8 +116,10 @@ class RequestServer:
             self._member.check()
 
     def _finish(self, number: int, worker: int) -> None:
-        """A worker has finished with a store."""
+        """A worker has finished with a store, or is lost to it."""
         with self._changed:
+            if worker not in self._open.get(number, ()):
+                return
             self._open[number].discard(worker)
             if self._open[number]:
                 return

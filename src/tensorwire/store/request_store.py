@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -56,19 +56,20 @@ class RequestStore:
     """A store ``name`` of ``member``, a server, that workers send requests to. Checks its versions first.
 
     Attributes:
+        peers: By rank, in their order: what it shares with each worker, also with those that were lost.
         snapshots: Where buckets are kept for readers, if these get versions of it; its own follow ``first_bucket``.
     """
 
-    peers: Sequence[RequestPeer]
+    peers: Mapping[int, RequestPeer]
     snapshots: Snapshots | None = None
     first_bucket = 0
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int) -> None:
+    def __init__(self, member: Member, name: str, spec: StoreSpec) -> None:
         check_versions(spec.versions, spec.rule, member.name)
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
         self.together = isinstance(spec.mode, Sync)
         self.bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
-        self.members = Members.first(workers)
+        self.members = Members(frozenset(member.membership.workers))
         self.option_bytes = 8 * len(spec.numeric)
         self.fates = Fates(member.client.welcome, name, self.index)
 
@@ -78,6 +79,13 @@ class RequestStore:
         Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
         """
         raise NotImplementedError
+
+    def lose(self, worker: int) -> None:
+        """A worker is lost: no round waits for it, and what came from it counts.
+
+        Raises `Disagreement` where there are no values yet.
+        """
+        self.members = self.members.lose(worker)
 
     # ---- versions for readers, of stores that have values
 
@@ -110,5 +118,5 @@ class RequestStore:
     def close(self) -> None:
         """Frees the store's memory."""
         self.fates.close()
-        for peer in self.peers:
+        for peer in self.peers.values():
             peer.close()

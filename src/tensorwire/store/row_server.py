@@ -17,9 +17,10 @@ import numpy.typing as npt
 from tensorwire._native import take_rows
 from tensorwire.control import Member
 from tensorwire.edge import Producer
-from tensorwire.errors import ProtocolError
+from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory
+from tensorwire.store.consensus import Disagreement
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import divisor, is_due, may_read
@@ -36,23 +37,24 @@ _Rows = tuple[Array, Array]  # numbers and rows
 class RowServer(RequestStore):
     """Serves its part of the table ``name`` to all workers until they finish."""
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        super().__init__(member, name, spec, workers)
+    def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int) -> None:
+        super().__init__(member, name, spec)
+        ranks = sorted(self.members.active)
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]
         first, end = divide(tensor.shape[0], servers)[member.index :][:2]
         self.places = RowPlaces(self.table.most, tensor.shape[1:], tensor.dtype)
         kept = (end - first) * tensor.nbytes // max(1, tensor.shape[0])
-        check_memory(kept + 2 * workers * (DEPTH + ANSWERS) * self.places.nbytes, member.name)
+        check_memory(kept + 2 * len(ranks) * (DEPTH + ANSWERS) * self.places.nbytes, member.name)
         self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
         draw(self.table, self.values, first)
         self.rule = make_row_rule(spec, first, self.values)
-        self.peers: list[_Peer] = [_Peer(self, worker) for worker in range(workers)]
-        for peer in self.peers:
+        self.peers: dict[int, _Peer] = {rank: _Peer(self, rank) for rank in ranks}
+        for peer in self.peers.values():
             peer.open()
         self._lock = threading.Lock()  # guards all that follows, and the values
-        self._clocks = dict.fromkeys(range(workers), 0)  # pushes so far
+        self._clocks = dict.fromkeys(ranks, 0)  # pushes so far
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
         self._rows_of_bucket = rows_of_bucket(tensor.nbytes // tensor.shape[0], spec.bucket_bytes)
@@ -64,14 +66,28 @@ class RowServer(RequestStore):
             if len(request.options) != self.option_bytes or request.operation in _NOT_OF_ROWS:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
             self.peers[worker].take(request)
-            served = True
-            while served:
-                served = False
-                for peer in self.peers:
-                    while peer.waiting and self._serve(peer, peer.waiting[0]):
-                        peer.end()
-                        served = True
+            self._serve_all()
         return request.operation is not RequestOperation.FINISH
+
+    def _serve_all(self) -> None:
+        """Does what need not wait any longer. The caller holds the lock."""
+        served = True
+        while served:
+            served = False
+            for peer in self.peers.values():
+                while peer.waiting and self._serve(peer, peer.waiting[0]):
+                    peer.end()
+                    served = True
+
+    def lose(self, worker: int) -> None:
+        """As `RequestStore`. A part of a push that took several requests changes nothing."""
+        with self._lock:
+            if worker == 0 and not self._ready:
+                raise Disagreement(worker, f"was lost before the rows of {self.name} had their first values")
+            super().lose(worker)
+            self.peers[worker].lost = True
+            self._close_if_due()
+            self._serve_all()
 
     def _serve(self, peer: _Peer, request: RowRequest) -> bool:
         """Does a worker's next request. False: it has to wait. The caller holds the lock."""
@@ -164,7 +180,7 @@ class RowServer(RequestStore):
 
     def _mark(self, indices: Array) -> None:
         if self.table.followed:
-            for peer in self.peers:
+            for peer in self.peers.values():
                 peer.changed[indices] = True
 
     def _rest(self, worker: int) -> None:
@@ -203,6 +219,7 @@ class _Peer(RequestPeer):
         memory = memoryview(self.inbox)
         self._slots = [memory[n * nbytes : (n + 1) * nbytes] for n in range(DEPTH)]
         self.waiting: deque[RowRequest] = deque()  # requests that are not done
+        self.lost = False  # its memory may be gone
         self.merged = False  # the first of these is a push, which was in a round that has closed
         self._asked = self._answered = 0
         self._row_bytes = server.values[0:1].nbytes
@@ -232,8 +249,9 @@ class _Peer(RequestPeer):
     def end(self) -> None:
         """The first request that waits is done: its place is free. Of two pulls, the worker hears of one."""
         request = self.waiting.popleft()
-        if request.operation is not RequestOperation.PULL or request.number % 2 == 0:
-            self._done.send(request.number)
+        if not self.lost and (request.operation is not RequestOperation.PULL or request.number % 2 == 0):
+            with contextlib.suppress(PeerLost):  # this worker's thread will hear of it, too
+                self._done.send(request.number)
 
     def collect(self, request: RowRequest) -> _Rows | None:
         """A contribution, once all of its parts are there. A whole one is valid until its request is done."""
@@ -248,7 +266,12 @@ class _Peer(RequestPeer):
         return np.concatenate([i for i, _ in parts]), np.concatenate([r for _, r in parts])
 
     def answer(self, indices: Array, values: Array, *, more: bool = False) -> None:
-        """Sends the rows of these numbers."""
+        """Sends the rows of these numbers, if the worker is there."""
+        if not self.lost:
+            with contextlib.suppress(PeerLost):
+                self._answer(indices, values, more=more)
+
+    def _answer(self, indices: Array, values: Array, *, more: bool) -> None:
         self._answered += 1
         place, count = self._answers.slot(self._answered), len(indices)
         self._places.head(place, count, more)

@@ -14,8 +14,8 @@ from tensorwire.store.store_layout import StoreSpec
 class StoreServer:
     """Serves the ``shard``-th shard of the store ``name`` to all workers until they finish."""
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int, shard: int) -> None:
-        self.shard = Shard(member, name, spec, workers, servers, shard)
+    def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int, shard: int) -> None:
+        self.shard = Shard(member, name, spec, servers, shard)
         self.rule: Stateful = self.shard.rule
         self._rounds: Lockstep | OwnClocks
         self.at_rest: AtRest | None = None

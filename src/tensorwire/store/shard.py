@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +12,7 @@ from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.arithmetic_rules import make_rule
@@ -119,29 +121,34 @@ class WorkerLink:
 
 
 class Shard:
-    """The shard ``index`` of the store ``name``, on this server. Made once all workers are there."""
+    """The shard ``index`` of the store ``name``, on this server. Made once all workers are there.
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int, index: int) -> None:
+    Attributes:
+        workers: What it shares with each worker, by rank and in their order; also with those that were lost.
+    """
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int, index: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, index
         check_versions(spec.versions, spec.rule, member.name)
         self.plan: StorePlan = spec.plan(servers)
+        ranks = sorted(member.membership.workers)
         if index == member.index:  # the first of this server's shards looks whether there is room for all
-            check_memory(self.plan.registered_bytes(member.index, workers, spec.buffers), member.name)
+            check_memory(self.plan.registered_bytes(member.index, len(ranks), spec.buffers), member.name)
         self._regions: dict[str, Region] = {}
-        self.parameters = self._allocate_parameters(workers)
-        self.workers = [WorkerLink(self, w) for w in range(workers)]
-        for worker in self.workers:
+        self.parameters = self._allocate_parameters(ranks)
+        self.workers = {rank: WorkerLink(self, rank) for rank in ranks}
+        for worker in self.workers.values():
             looks = isinstance(spec.mode, Sync) and worker.channel.device is self.parameters.device
             looked_at = self.parameters.remote("read") if looks else None
             show(member, f"{name}/{index}", worker.name, worker.inbox, looked_at)
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.open(self)
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
         self.fates = Fates(member.client.welcome, name, self.index)
         self._snapshots: Snapshots | None = None
         self._publisher: Publisher | None = None
         if spec.publish is not None and index == 0:
-            first = self.workers[0]
+            first = self.workers[min(self.workers)]
             self._publisher = Publisher(
                 member, name, self.plan, spec.publish.buffers, first.grant, first.asked, by_bucket=spec.by_bucket
             )
@@ -159,7 +166,7 @@ class Shard:
         """From now on cuts are kept for readers, if these get versions. ``moments``: as for `Snapshots`."""
         if self.spec.publish is None:
             return
-        count, cuts = self.spec.publish.buffers, self.workers[0].cuts
+        count, cuts = self.spec.publish.buffers, self.workers[min(self.workers)].cuts
         values = ShardValues(self._bytes_of, self.spec.buffers)
         self._snapshots = Snapshots(self.member, self.name, self.plan, self.index, values, count, cuts, moments)
 
@@ -189,6 +196,15 @@ class Shard:
         if failpoints.listener is not None:
             failpoints.reach("primary", self.index, update, state)
 
+    def await_loss(self, worker: int, error: PeerLost) -> None:
+        """As `Member.await_loss`."""
+        self.member.await_loss(worker, error)
+
+    def end(self) -> JobEnded:
+        """How the job ends, once it has: no worker is left."""
+        self.member.client.ended.wait()
+        return self.member.client.error()
+
     def load(self, step: int, worker: int) -> None:
         """Takes the rule's state from a worker, in that round."""
         take_state(self.member, self.name, self.index, step, self.rule, worker)
@@ -204,9 +220,9 @@ class Shard:
         assert slot is not None
         return slot
 
-    def _allocate_parameters(self, workers: int) -> Region:
+    def _allocate_parameters(self, ranks: Sequence[int]) -> Region:
         """On a device whose memory workers can map, if any worker is reached that way."""
-        devices: list[Device] = [self.member.channel(member_name("worker", w)).device for w in range(workers)]
+        devices: list[Device] = [self.member.channel(member_name("worker", rank)).device for rank in ranks]
         best = next((d for d in devices if d.capabilities.maps), devices[0])
         return best.allocate(self.plan.shard_bytes[self.index] * self.spec.buffers)
 
@@ -222,7 +238,7 @@ class Shard:
     def close(self) -> None:
         """Frees the store's memory."""
         self.fates.close()
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.close()
         if self._publisher is not None:
             self._publisher.close()

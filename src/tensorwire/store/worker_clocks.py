@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tensorwire.control import Member
-from tensorwire.store.consensus import Finished, agreed
+from tensorwire.store.consensus import Disagreement, Finished, agreed
 from tensorwire.store.rounds import Members, is_complete, may_read
 from tensorwire.store.step_header import StepOperation
 
@@ -16,9 +16,9 @@ _PATIENCE = 60.0  # between looks at the job while others compute
 class WorkerClocks:
     """Which workers take part and how many steps each has taken; and a place where all set values together."""
 
-    def __init__(self, member: Member, workers: int) -> None:
+    def __init__(self, member: Member, ranks: Iterable[int]) -> None:
         self._member = member
-        self.members = Members.first(workers)  # changed as a whole: it may be read at any time
+        self.members = Members(frozenset(ranks))  # changed as a whole: it may be read at any time
         self._clocks = dict.fromkeys(self.members.active, 0)
         self._here: dict[int, StepOperation] = {}
         self._ended = 0
@@ -36,6 +36,14 @@ class WorkerClocks:
         with self._changed:
             self.members = self.members.finish(worker)
             self._changed.notify_all()
+
+    def lose(self, worker: int) -> None:
+        """A worker is lost. Raises `Disagreement` while all set values or state, or before they have done so."""
+        with self._changed:
+            self.members = self.members.lose(worker)
+            self._changed.notify_all()
+            if self._here or not self._ended:
+                raise Disagreement(worker, "was lost before all had the same parameters and state")
 
     def may_read(self, worker: int, bound: int) -> bool:
         """Whether a worker may have present values, after the step that it takes now."""
@@ -56,10 +64,11 @@ class WorkerClocks:
             self._here[worker] = operation
             ended = self._ended
             self._changed.notify_all()
-        self._wait(lambda: bool(self.members.finished) or self._ended > ended or self._leads(worker))
+        alone = not self._member.membership.survives
+        self._wait(lambda: (alone and bool(self.members.finished)) or self._ended > ended or self._leads(worker))
         if self._ended > ended:
             return False
-        if self.members.finished:
+        if self.members.finished and alone:
             raise Finished(
                 min(self.members.finished),
                 f"finished, and worker {worker} sets parameters or state, which all workers have to do together",

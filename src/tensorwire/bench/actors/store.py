@@ -52,8 +52,8 @@ def spec_of(model: Model, rule: str) -> StoreSpec:
 class Server:
     """Serves in a thread of its own; a store that fails ends the process."""
 
-    def __init__(self, member: Member, workers: int, servers: int) -> None:
-        self._member, self._workers, self._servers = member, workers, servers
+    def __init__(self, member: Member, servers: int) -> None:
+        self._member, self._servers = member, servers
         self._store: StoreServer | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -61,7 +61,7 @@ class Server:
         torch.set_num_threads(1)
         try:
             spec = msgspec.msgpack.decode(self._member.client.lookup(_NAME, SECONDS), type=StoreSpec)
-            self._store = StoreServer(self._member, _NAME, spec, self._workers, self._servers, self._member.index)
+            self._store = StoreServer(self._member, _NAME, spec, self._servers, self._member.index)
             self._store.run()
         except BaseException:
             traceback.print_exc()
@@ -71,7 +71,7 @@ class Server:
         """Raises `SystemExit` unless the round's gradients lie in the slots."""
         assert self._store is not None
         shard = self._store.shard
-        for worker in shard.workers:
+        for worker in shard.workers.values():
             for bucket, slot in zip(shard.plan.buckets[shard.index], worker.slots, strict=True):
                 for piece in bucket.pieces:
                     values = flat(slot, piece.stop - piece.start, piece.offset)
@@ -195,7 +195,7 @@ class StoreWorker:
 def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
     """A server's rounds; it is asked about each when the workers have answered."""
     member = join_as_server(lines, index, device, workers, servers, interface)
-    server = Server(member, workers, servers)
+    server = Server(member, servers)
     before = counts()
     for run in lines.runs():
         server.check(run.round)
