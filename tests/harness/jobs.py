@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,25 @@ def run_job(
     fates: Path | None = None,
     fresh: bool = False,
     min_workers: int = 0,
+    again: Sequence[int] = (),
+    rejoin_seconds: float = 0.0,
 ) -> Ended:
     """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone.
 
     ``prepare()`` is called in every server before it begins. ``fates``: a folder for the fates of all pushes.
-    ``min_workers``: as for `Coordinator`.
+    ``min_workers``, ``rejoin_seconds``: as for `Coordinator`. ``again``: ranks
+    that another process takes when their first one dies.
     ``fresh``: workers import everything themselves: PyTorch takes a new kind of device only before its first backward.
     """
     worker_context = multiprocessing.get_context("spawn") if fresh else context
     secret = secrets.token_hex(32)
     coordinator = Coordinator(
-        secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER, min_workers=min_workers
+        secret.encode(),
+        workers=workers,
+        servers=servers,
+        lost_after=LOST_AFTER,
+        min_workers=min_workers,
+        rejoin_seconds=rejoin_seconds,
     )
     common = environment(coordinator.address, secret, device, workers, servers, str(fates or ""))
     pipes = [worker_context.Pipe(duplex=False) for _ in range(workers)]
@@ -127,16 +135,27 @@ def run_job(
             process.start()
         for _, theirs in pipes:
             theirs.close()
-        results: list[Any] = []
-        errors: list[str] = []
-        for mine, _ in pipes:
-            try:
-                error, result = pickle.loads(mine.recv_bytes()) if mine.poll(JOIN_SECONDS) else ("no answer", None)
-            except EOFError:
-                error, result = "died", None
-            errors.append(error)
-            results.append(result)
-            mine.close()
+        results: list[Any] = [None] * workers
+        errors = ["no answer"] * workers
+        there = {mine: rank for rank, (mine, _) in enumerate(pipes)}
+        left = set(again)
+        while there and (ready := wait(list(there), JOIN_SECONDS)):
+            for mine in ready:
+                assert isinstance(mine, Connection)
+                rank = there.pop(mine)
+                try:
+                    errors[rank], results[rank] = pickle.loads(mine.recv_bytes())
+                except EOFError:
+                    errors[rank] = "died"
+                    if rank in left:
+                        left.discard(rank)
+                        new, theirs = worker_context.Pipe(duplex=False)
+                        process = worker_context.Process(target=work, args=(common, rank, function, args, theirs))  # type: ignore[arg-type]
+                        process.start()
+                        processes.append(process)
+                        theirs.close()
+                        there[new] = rank
+                mine.close()
         for process in processes:
             process.join(JOIN_SECONDS)
         codes = [p.exitcode for p in processes]

@@ -51,7 +51,7 @@ def train(job: tw.Job, mode: Mode, state: str, options: dict[str, Any]) -> dict[
 
 def fates_in(folder: Path) -> list[Fate]:
     found = [line for line in read_fates([folder]) if isinstance(line, Fate)]
-    pushes = [(f.shard, f.bucket, f.worker, f.round) for f in found]
+    pushes = [(f.shard, f.bucket, f.worker, f.incarnation, f.round) for f in found]
     assert len(pushes) == len(set(pushes)), "a push has two fates"
     return found
 

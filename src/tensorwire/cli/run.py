@@ -52,6 +52,13 @@ def _fates(context: click.Context, option: click.Parameter, value: str | None) -
     metavar="N",
     help="Go on without workers that are lost, as long as N are left. Without it the first loss ends the job.",
 )
+@click.option(
+    "--restart",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="With --min-workers: start another worker in the place of one that is lost, up to N times for each.",
+)
 @click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
 @click.option(
     "--nodes", type=click.IntRange(1, MOST_MACHINES), default=1, show_default=True, help="How many machines take part."

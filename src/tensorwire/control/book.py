@@ -15,7 +15,6 @@ from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
 from tensorwire.control.names import READER, member_name
 from tensorwire.control.waits import Waits, awaited
-from tensorwire.sizes import listed
 
 # A worker that left while others wait for it may have failed, and how its process ended says more.
 LEFT_SECONDS = 3.0
@@ -60,11 +59,18 @@ class Book:
     """Answers the requests of members. Lives in the coordinator's event loop.
 
     ``sizes``: how many members each role has. ``fail`` ends the job with a cause. ``tell`` is that of `Waits`.
+    ``survives``: the job may go on without some, and others join it.
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], fail: Callable[[Cause], None], tell: Callable[[str, str], None]
+        self,
+        sizes: Mapping[str, int],
+        fail: Callable[[Cause], None],
+        tell: Callable[[str, str], None],
+        *,
+        survives: bool = False,
     ) -> None:
+        self._survives = survives
         self.waits = Waits(sizes, tell)
         self._sizes = sizes
         self._fail = fail
@@ -73,6 +79,8 @@ class Book:
         self._forgotten: dict[str, set[str]] = {}  # by key: the servers that need it no more
         self._left: set[str] = set()
         self._lost: set[str] = set()
+        self._first_lost = ""
+        self._agreed: dict[str, tuple[str, frames.Compare]] = {}  # by key: what all have shown, and who was one of them
         self._changed = asyncio.Condition()
         self._ended = False
 
@@ -133,7 +141,7 @@ class Book:
             return Answer(message.id, error="the job ended", type="JobEnded")
         if entry.to is not None and member not in entry.to:
             return Answer(message.id, error=f"{message.key!r} is not for {member}", type="RemoteAccessError")
-        if message.owner not in (None, entry.owner):
+        if message.owner not in (None, entry.owner, entry.owner.split()[0]):
             why = f"{message.key!r} was published by {entry.owner}, which only {message.owner} may do"
             return Answer(message.id, error=why, type="RemoteAccessError")
         if message.part >= entry.total:
@@ -147,6 +155,7 @@ class Book:
         await self._notify()
         if self._forgotten[key] == servers:
             self._entries = {k: entry for k, entry in self._entries.items() if key not in _tops(k)}
+            self._agreed.pop(f"Compare/worker/{key}", None)
 
     async def drop(self, member: str) -> None:
         """A reader is gone, and with it what it published."""
@@ -157,6 +166,8 @@ class Book:
     async def _meet(self, member: str, message: frames.Gather | frames.Compare) -> Answer:
         """Answers when all have come, or when it is clear that they do not do the same."""
         key = _key(member, message)
+        if key in self._agreed and isinstance(message, frames.Compare):
+            return self._agree_late(member, message, *self._agreed[key])
         what = message.call if isinstance(message, frames.Gather) else f"the comparison of {message.name!r}"
         meeting = self._meetings.setdefault(key, _Meeting(what, message.parties))
         if meeting.parties != message.parties:
@@ -176,7 +187,7 @@ class Book:
         meeting.mismatch = meeting.mismatch or _different_calls(meeting)
         self._refuse(meeting)
         if meeting.complete(self._lost):
-            del self._meetings[key]  # the next one to come to that name starts another meeting
+            self._end_meeting(key)  # the next one to come to that name starts another meeting
         if meeting.over(self._lost):
             await self._notify()
         else:
@@ -196,10 +207,24 @@ class Book:
                     return Answer(message.id, error=why, type="WaitTimeout")
         return self._gathered(meeting, message.id)
 
+    def _end_meeting(self, key: str) -> None:
+        meeting = self._meetings.pop(key)
+        if self._survives and meeting.plans and not meeting.mismatch:  # one who joins later has to agree, too
+            self._agreed[key] = next(iter(meeting.plans.items()))
+
+    def _agree_late(self, member: str, message: frames.Compare, first: str, agreed: frames.Compare) -> Answer:
+        """One who joins a job shows what the others agreed on. They go on if it does not."""
+        mismatch = _difference(first, agreed, member, message)
+        if mismatch is None:
+            return Answer(message.id)
+        return Answer(message.id, error=str(mismatch), type="PlanMismatch")
+
     def _refuse(self, meeting: _Meeting) -> None:
         """The members' values are no answer without those of a worker that was lost."""
-        if meeting.gathers and self._lost and next(iter(meeting.gathers)).startswith("worker"):
-            meeting.refusal = f"{meeting.what} needs all workers, and {listed(sorted(self._lost))} was lost"
+        if meeting.gathers and self._first_lost and next(iter(meeting.gathers)).startswith("worker"):
+            meeting.refusal = (
+                f"{meeting.what} needs all workers that the job began with, and {self._first_lost} was lost"
+            )
 
     async def _until(self, met: Callable[[], bool]) -> None:
         async with self._changed:
@@ -223,17 +248,18 @@ class Book:
             if not meeting.mismatch:  # then nobody waits in it
                 self._check(meeting)
 
-    async def lose(self, member: str) -> None:
+    def lose(self, member: str) -> None:
         """The process of ``member`` is lost: nobody waits for it, and what was between it and others is over.
 
         What it said to all of them stays, but for how to reach it.
         """
         self._lost.add(member)
+        self._first_lost = self._first_lost or member
         self.waits.lose(member)
         for key, meeting in list(self._meetings.items()):
             self._refuse(meeting)
             if meeting.arrived and meeting.complete(self._lost):
-                del self._meetings[key]
+                self._end_meeting(key)
 
         def between(key: str, entry: _Entry) -> bool:
             if entry.to is None:
@@ -241,7 +267,13 @@ class Book:
             return entry.owner == member or entry.to <= {member, entry.owner}
 
         self._entries = {key: entry for key, entry in self._entries.items() if not between(key, entry)}
-        await self._notify()
+        asyncio.get_running_loop().create_task(self._notify())
+
+    def admit(self, member: str) -> None:
+        """Another process comes in the place of one that is lost, or is new."""
+        self._lost.discard(member)
+        self._left.discard(member)
+        self.waits.admit(member)
 
     def _check(self, meeting: _Meeting) -> None:
         """Whether the members that have not left are still enough."""
@@ -283,7 +315,10 @@ def _different_calls(meeting: _Meeting) -> str:
 
 def _mismatch(meeting: _Meeting, member: str, message: frames.Compare) -> Cause | None:
     meeting.plans[member] = message
-    first_name, first = next(iter(meeting.plans.items()))
+    return _difference(*next(iter(meeting.plans.items())), member, message)
+
+
+def _difference(first_name: str, first: frames.Compare, member: str, message: frames.Compare) -> Cause | None:
     if message.digest == first.digest:
         return None
     lines = differing_lines(first_name, first.text, member, message.text)

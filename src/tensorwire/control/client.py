@@ -116,7 +116,8 @@ class Client:
     def lookup(self, key: str, timeout: float = 60.0, *, owner: str | None = None) -> bytes:
         """The value published under ``key``; waits for it.
 
-        Raises `WaitTimeout`, or `RemoteAccessError` where ``owner`` is given, and another member published it.
+        Raises `WaitTimeout`, or, where ``owner`` is given, a member or a role: `RemoteAccessError` if another one
+        published it, `PeerLost` if that member is lost, and has not.
         """
         first = self._request(frames.Lookup(next(self._ids), key, _seconds(timeout), owner=owner), timeout)
         values = [first.value]

@@ -20,6 +20,7 @@ from tensorwire.control.clock import pack_time
 from tensorwire.control.frames import Cause
 from tensorwire.control.membership import Membership
 from tensorwire.control.names import GONE, MOST_READERS, READER, READER_LEFT, describe_exit, member_name
+from tensorwire.control.settings import MOST_MEMBERS
 from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
@@ -72,8 +73,8 @@ class Coordinator:
     is called once, from the coordinator's thread, with the cause or None. ``who``: how people know this process.
 
     ``min_workers``: with at least so many workers left the job goes on without those that are lost; 0: the first loss
-    ends it. From the coordinator's thread ``on_members`` is called with each new membership, and ``on_loss`` with each
-    loss, when there is the best account of it.
+    ends it. With fewer it waits for ``rejoin_seconds`` until others have joined. From the coordinator's thread
+    ``on_members`` is called with each new membership, and ``on_loss`` with each loss, when there is the best account.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Coordinator:
         on_end: Callable[[Cause | None], None] | None = None,
         who: str = "the coordinator",
         min_workers: int = 0,
+        rejoin_seconds: float = 0.0,
         on_loss: Callable[[Cause], None] | None = None,
         on_members: Callable[[Membership], None] | None = None,
     ) -> None:
@@ -100,6 +102,7 @@ class Coordinator:
         self.cause: Cause | None = None
         self.ended = threading.Event()
         self.empty = threading.Event()
+        self._rejoin_seconds = rejoin_seconds
         self._on_end, self._on_loss, self._on_members = on_end, on_loss, on_members
         self._members: dict[str, _Member] = {}
         self._joined: set[str] = set()
@@ -108,9 +111,10 @@ class Coordinator:
         self._stats: dict[str, Report] = {}
         self._untold: dict[str, Cause] = {}  # losses of which there may be a better account
         self._second_hand: Cause | None = None
+        self._short = 0  # the epoch since which there are too few workers; 0: there are enough
         self._stall = Stall(who, beat, lost_after)
         self._authenticator = Authenticator(secret)
-        self._book = Book({"worker": workers, "server": servers}, self._fail, self._tell)
+        self._book = Book({"worker": workers, "server": servers}, self._fail, self._tell, survives=min_workers > 0)
         listener = listen(interface, port)
         self.address = address_text(interface, listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
@@ -254,16 +258,18 @@ class Coordinator:
             raise ProtocolError(f"this job speaks control version {frames.VERSION}, not {join.version}")
         if self.ended.is_set():
             raise JobEnded(str(self.cause) if self.cause else "the job has ended")
-        sizes = {"worker": self.workers, "server": self.servers, "launcher": 1 << 16, READER: MOST_READERS}
+        ranks = MOST_MEMBERS if self.membership.survives else self.workers
+        sizes = {"worker": ranks, "server": self.servers, "launcher": 1 << 16, READER: MOST_READERS}
         most = sizes.get(join.role, 0)
         name = member_name(join.role, join.index)
         if not 0 <= join.index < most:
             raise ProtocolError(f"this job has no {name}: it has {self.workers} workers and {self.servers} servers")
-        if join.role == "worker" and join.index in self.membership.lost:
-            raise JobEnded(f"the job goes on without {name}, which {self.membership.lost[join.index].what}")
-        if name in self._done:
+        joins = join.role == "worker" and self.membership.survives and join.index not in self.membership.workers
+        if joins:
+            self._make_room(name)
+        elif name in self._done:
             raise ProtocolError(f"{name} has left this job, and a job is joined once")
-        if name in self._joined or name in self._members:
+        elif name in self._joined or name in self._members:
             raise ProtocolError(
                 f"{name} is already in this job: two processes with one rank, or two jobs at one place?"
             )
@@ -273,10 +279,35 @@ class Coordinator:
             self._joined.add(name)
             self.empty.clear()
         times = (self.beat, self.lost_after, self.stats_every)
-        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, *times, self.membership.least))
-        if self.membership.epoch:
+        if joins:
+            self.membership = self.membership.join(join.index)
+            self._short = 0 if self.membership.enough else self._short
+        mine = self.membership.workers.get(join.index, 0) if join.role == "worker" else 0
+        known = (self.job, mine, self.workers, self.servers)
+        self._send(writer, frames.Welcome(*known, *times, self.membership.least, joins))
+        if joins:
+            self._tell_epoch(Cause(name, "joins"))
+        elif self.membership.epoch:
             self._send(writer, frames.Epoch(self.membership))
         return member
+
+    def _make_room(self, name: str) -> None:
+        """A process comes in the place of one that is out of the job. Raises `ProtocolError` while that is there."""
+        if name in self._members:
+            raise ProtocolError(f"the process that was {name} is still leaving: start another one once it is gone")
+        self._done.discard(name)
+        self._exits.pop(name, None)
+        self._book.admit(name)
+
+    def _tell_epoch(self, news: Cause | None = None) -> None:
+        """Everybody learns of the membership as it is now; people, too, where it is good ``news``."""
+        for member in self._members.values():
+            if not member.reads and not member.lost:
+                self._send(member.writer, frames.Epoch(self.membership))
+        if self._on_members is not None:
+            self._on_members(self.membership)
+        if news is not None and self._on_loss is not None:
+            self._on_loss(Cause(news.who, f"{news.what}: {self.membership.outlook()}"))
 
     def _send(self, writer: asyncio.StreamWriter, message: frames.Message) -> None:
         if not writer.is_closing():
@@ -416,12 +447,8 @@ class Coordinator:
         if name in self._members:
             self._members[name].lost = True
             self._send(self._members[name].writer, frames.End(cause.bounded()))
-        self._loop.create_task(self._book.lose(name))
-        for other in self._members.values():
-            if not other.reads and other.name != name:
-                self._send(other.writer, frames.Epoch(now))
-        if self._on_members is not None:
-            self._on_members(now)
+        self._book.lose(name)
+        self._tell_epoch()
         self._untold[name] = cause
         self._loop.call_later(cause.settle, self._tell_loss, name)
         self._end_if_done()
@@ -434,10 +461,21 @@ class Coordinator:
         if name in self._exits and not cause.traceback:
             cause = Cause(name, describe_exit(self._exits[name]))
         told = Cause(name, f"{cause.what}: {self.membership.outlook()}", cause.traceback)
-        if not self.membership.enough:
+        if not self.membership.enough and not self._rejoin_seconds:
             self._fail(told)
-        elif self._on_loss is not None:
+            return
+        if not self.membership.enough:
+            told = Cause(name, f"{told.what}: waiting up to {self._rejoin_seconds:g} s for others", cause.traceback)
+            self._short = self._short or self.membership.epoch
+            self._loop.call_later(self._rejoin_seconds, self._give_up, self._short, name, cause)
+        if self._on_loss is not None:
             self._on_loss(told)
+
+    def _give_up(self, epoch: int, name: str, cause: Cause) -> None:
+        """There may have been too few workers since that epoch."""
+        if self._short == epoch:
+            waited = f"{self.membership.outlook()}, and nobody joined within {self._rejoin_seconds:g} s"
+            self._fail(Cause(name, f"{cause.what}: {waited}", cause.traceback))
 
     def _end_if_done(self) -> None:
         """The job ends well when every worker that is in has left in good order."""

@@ -49,7 +49,8 @@ class Join(Message, tag="join", frozen=True):
 class Welcome(Message, tag="welcome", frozen=True):
     """The coordinator's answer: the job as it is. ``stats``: seconds between a member's reports of itself; 0: none.
 
-    ``incarnation``: of this process, among those of its name; ``least``: as in `Membership`.
+    ``incarnation``: of this process, among those of its name; ``least``: as in `Membership`; ``joins``: whether this
+    worker comes into a job that has begun.
     """
 
     job: str
@@ -60,6 +61,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     lost_after: float
     stats: float = 0.0
     least: int = 0
+    joins: bool = False
 
 
 class Publish(Message, tag="publish", frozen=True):
@@ -74,7 +76,8 @@ class Publish(Message, tag="publish", frozen=True):
 
 
 class Lookup(Message, tag="lookup", frozen=True):
-    """Asks for a part of an entry; answered when the whole entry is there. ``owner``: who must have published it."""
+    """Asks for a part of an entry; answered when the whole entry is there. ``owner``: who must have
+    published it: a member, or any one of a role."""
 
     id: Id
     key: Name

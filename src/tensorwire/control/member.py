@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -73,6 +74,7 @@ class Member:
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
         self._members_changed = threading.Condition()
+        self._settled: weakref.WeakKeyDictionary[Channel, threading.Event] = weakref.WeakKeyDictionary()
         try:
             if spans.enabled:
                 spans.clock = self.client.clock()
@@ -209,18 +211,32 @@ class Member:
         self.client.on_members(call)
 
     def _change(self, membership: Membership) -> None:
-        """Wakes all that wait for a worker that is lost."""
+        """Wakes all that wait for a worker that is lost. How it may be reached again, another process says."""
         with self._lock:
-            names = {member_name("worker", rank): lost.what for rank, lost in membership.lost.items()}
-            ended = [(self._channels[name], what) for name, what in names.items() if name in self._channels]
+            lost = {member_name("worker", rank): how.what for rank, how in membership.lost.items()}
+            ended = [(self._channels.pop(name), what) for name, what in lost.items() if name in self._channels]
+            for channel, _ in ended:
+                self._settled[channel] = threading.Event()
         for channel, what in ended:
             for lane in channel.lanes:
                 lane.liveness.lose(what)
-            with contextlib.suppress(TensorwireError):
-                channel.settle(0.0)  # a peer that lives, and goes on, finds its connections closed
-            channel.close()  # else waits that name no channel would end for this loss, again and again
+            name = f"tensorwire-settle-{channel.peer}"
+            threading.Thread(target=self._settle, args=(channel,), name=name, daemon=True).start()
         with self._members_changed:
             self._members_changed.notify_all()
+
+    def _settle(self, channel: Channel) -> None:
+        with contextlib.suppress(TensorwireError):  # a process that is stopped, and lives on
+            channel.settle(self.client.welcome.lost_after)
+            self._settled[channel].set()
+        channel.close()  # else waits that name no channel would end for this loss, again and again
+
+    def is_settled(self, channel: Channel) -> bool:
+        """Whether the process at the other end, which is lost, can no longer write to memory of this one.
+
+        Waits while it may be ending.
+        """
+        return channel in self._settled and self._settled[channel].wait(self.client.welcome.lost_after)
 
     def await_loss(self, worker: int, error: PeerLost) -> None:
         """Returns when the worker, a channel to which ended with ``error``, is out of the job.

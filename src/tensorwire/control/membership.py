@@ -65,6 +65,13 @@ class Membership(msgspec.Struct, frozen=True):
         lost = {**self.lost, rank: Lost(self.workers[rank], what)}
         return Membership(self.epoch + 1, self.least, rest, lost)
 
+    def join(self, rank: int) -> Membership:
+        """The next one, with another process as the worker of a rank that nobody has."""
+        before = self.lost.get(rank)
+        workers = {**self.workers, rank: 0 if before is None else before.incarnation + 1}
+        lost = {other: how for other, how in self.lost.items() if other != rank}
+        return Membership(self.epoch + 1, self.least, dict(sorted(workers.items())), lost)
+
     def outlook(self) -> str:
         """How the job goes on, in words."""
         left = len(self.workers)

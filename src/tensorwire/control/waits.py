@@ -57,6 +57,10 @@ class Waits:
         self._lost.add(member)
         self.step(member, frames.Waiting())
 
+    def admit(self, member: str) -> None:
+        """There is another process of that name."""
+        self._lost.discard(member)
+
     def missing(self, role: str, here: set[str]) -> str:
         """The members of a role that are not ``here``, in words; '' for none."""
         names = (member_name(role, i) for i in range(self._sizes.get(role, 0)))

@@ -80,6 +80,7 @@ class RunOptions:
     checkpoints: str | None = None
     fates: str | None = None
     min_workers: int | None = None
+    restart: int = 0
 
     def check(self) -> None:
         """Raises `ArgumentError`, or where every process would: such as `VerbsUnavailable`."""
@@ -98,6 +99,8 @@ class RunOptions:
             raise ArgumentError("several nodes need --rendezvous HOST:PORT, the address of node 0")
         if self.rendezvous is not None and split_address(self.rendezvous)[1] == 0 and self.nodes > 1:
             raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
+        if self.restart and self.min_workers is None:
+            raise ArgumentError("--restart needs --min-workers: with how many workers the job goes on meanwhile")
         check_min_workers("--min-workers", self.min_workers, self.workers * self.nodes)
         if self.metrics is not None and self.node != 0:
             raise ArgumentError("--metrics belongs to node 0, which hears of all processes")
@@ -131,6 +134,8 @@ class Launcher:
         o = options
         members = job_members(o.workers, o.servers, o.nodes)
         self._view = Watch(members, o.node, prefix=o.prefix, metrics=o.metrics, trace=o.trace)
+        self._environment: dict[str, str] = {}  # of the workers
+        self._restarts: dict[int, int] = {}  # by rank: how often it was started again
         self._signalled = 0
         self._patient = False  # whether a signal may wait for an orderly end
 
@@ -189,6 +194,7 @@ class Launcher:
                 on_end=self._on_end,
                 who="the launcher",
                 min_workers=o.min_workers or 0,
+                rejoin_seconds=JOIN_SECONDS if o.restart else 0.0,
                 on_loss=self._on_loss,
                 on_members=self._on_members,
             )
@@ -237,18 +243,20 @@ class Launcher:
             self._servers.append(server)
             self._adopt("server", index, server.process)
         threads = shared_cores(os.environ, o.workers)
+        self._environment = worker_environment({**common, **threads}, coordinator=address, secret=secret)
         for rank in range(o.node * o.workers, (o.node + 1) * o.workers):
-            environment = worker_environment({**common, **threads}, coordinator=address, secret=secret, rank=rank)
-            with self._streams("worker", rank) as (out, err):
-                try:
-                    process = subprocess.Popen(
-                        [*o.command], env=environment, stdout=out, stderr=err, start_new_session=True
-                    )
-                except OSError as error:
-                    if scarcity(error):
-                        raise
-                    raise ArgumentError(f"cannot start {o.command[0]!r}: {error.strerror}") from None
-            self._adopt("worker", rank, process)
+            self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        command, environment = self._options.command, worker_environment(self._environment, rank=rank)
+        with self._streams("worker", rank) as (out, err):
+            try:
+                process = subprocess.Popen([*command], env=environment, stdout=out, stderr=err, start_new_session=True)
+            except OSError as error:
+                if scarcity(error):
+                    raise
+                raise ArgumentError(f"cannot start {command[0]!r}: {error.strerror}") from None
+        self._adopt("worker", rank, process)
 
     @contextlib.contextmanager
     def _streams(self, role: str, index: int) -> Iterator[tuple[int | None, int | None]]:
@@ -340,11 +348,26 @@ class Launcher:
                 self._coordinator.left(role, index, status)
             elif self._client is not None:
                 self._client.report_exit(role, index, status)
+            self._restart_lost()
 
     def _note_lost(self, membership: Membership) -> None:
         """The job goes on without these."""
         until = time.monotonic() + self._leave_seconds
-        self._lost = {member_name("worker", rank): until for rank in membership.lost} | self._lost
+        names = [member_name("worker", rank) for rank in membership.lost]
+        self._lost = {name: self._lost.get(name, until) for name in names}
+        self._restart_lost()
+
+    def _restart_lost(self) -> None:
+        """Starts others in the place of those of ours that are lost, and gone."""
+        mine = range(self._options.node * self._options.workers, (self._options.node + 1) * self._options.workers)
+        for rank in mine if self._options.restart else ():
+            name = member_name("worker", rank)
+            if name in self._lost and name not in self._running and self._restarts.get(rank, 0) < self._options.restart:
+                self._restarts[rank] = self._restarts.get(rank, 0) + 1
+                try:
+                    self._start_worker(rank)
+                except (OSError, ArgumentError) as error:
+                    self._view.output.print_line(f"tensorwire: {name} cannot be started again: {error}")
 
     def _end_lost(self, *, now: bool = False) -> None:
         """Ends what is out of the job, and has not left by itself, such as a process that was stopped."""

@@ -61,7 +61,7 @@ def find_published(job: str | None, number: int, timeout: float, *, patient: boo
                 f"the job publishes no versions of number {number} after {timeout:g} s: is the optimizer with publish= "
                 "constructed, or publish() of the keys called?"
             ) from None
-        spec = msgspec.msgpack.decode(member.client.lookup(found.store, owner="worker 0"), type=StoreSpec)
+        spec = msgspec.msgpack.decode(member.client.lookup(found.store, owner="worker"), type=StoreSpec)
         layout = VersionLayout(spec.plan(member.client.welcome.servers), by_bucket=spec.by_bucket)
         source: Source
         if member.channel(PUBLISHER).device.capabilities.maps:

@@ -25,6 +25,7 @@ import msgspec
 from tensorwire.control import Cause, Member
 from tensorwire.control.names import member_name
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
+from tensorwire.launch.admissions import Admissions
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
@@ -61,14 +62,14 @@ def _serve_functions(member: Member, name: str, spec: FunctionsSpec) -> None:
         _fail(member, error)
 
 
-def _serve_shards(member: Member, name: str, spec: StoreSpec) -> None:
+def _serve_shards(member: Member, name: str, spec: StoreSpec, admissions: Admissions) -> None:
     """Serves this server's shards of a store, each in a thread, until the end of the store or the job."""
     servers = member.client.welcome.servers
     rest: list[threading.Thread] = []
     first, *others = range(member.index, spec.shards or servers, servers)
     for shard in others:
-        _start(rest, f"{name} shard {shard}", _serve_shard, member, name, spec, shard)
-    _serve_shard(member, name, spec, first)
+        _start(rest, f"{name} shard {shard}", _serve_shard, member, name, spec, shard, admissions)
+    _serve_shard(member, name, spec, first, admissions)
     for thread in rest:
         thread.join()
     _forget(member, name)
@@ -119,7 +120,7 @@ def _fail(member: Member, error: BaseException) -> None:
         member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text)
 
 
-def _serve_shard(member: Member, name: str, spec: StoreSpec, shard: int) -> None:
+def _serve_shard(member: Member, name: str, spec: StoreSpec, shard: int, admissions: Admissions) -> None:
     from tensorwire.store.server import StoreServer
 
     servers = member.client.welcome.servers
@@ -129,7 +130,9 @@ def _serve_shard(member: Member, name: str, spec: StoreSpec, shard: int) -> None
             _limit_threads()
             try:
                 asks.callback(_asks(member, name, shard, server).close)
+                admissions.add(server)
                 server.run()
+                admissions.remove(server)
             finally:
                 server.close()
         except Exception as error:
@@ -209,8 +212,9 @@ def _load_framework(member: Member) -> None:
 
 
 def _spec(member: Member, name: str) -> StoreSpec | FunctionsSpec:
-    """What worker 0 asks for, and nobody else: it names code that servers import."""
-    found = member.client.lookup(name, owner=member_name("worker", 0))
+    """What worker 0 asks for, and nobody else: it names code that servers import. Any worker may be the first of all
+    that are left in a job that survives worker 0."""
+    found = member.client.lookup(name, owner="worker" if member.membership.survives else member_name("worker", 0))
     return msgspec.msgpack.decode(found, type=StoreSpec | FunctionsSpec)
 
 
@@ -219,6 +223,7 @@ def serve(member: Member) -> None:
     threads: list[threading.Thread] = []
     start = partial(_start, threads)
     requests = RequestServer(member, partial(_fail, member))
+    admissions = Admissions(member, partial(_fail, member))
     try:
         _load_framework(member)
         for number in itertools.count():
@@ -238,7 +243,7 @@ def serve(member: Member) -> None:
                 elif spec.keys or spec.table or spec.parts:
                     _add(member, name, spec, requests, start)
                 else:
-                    start(name, _serve_shards, member, name, spec)
+                    start(name, _serve_shards, member, name, spec, admissions)
             except RuntimeError as error:
                 member.fail(f"stopped: {scarcity(error) or error}")
             except Exception as error:

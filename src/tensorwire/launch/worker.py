@@ -108,6 +108,11 @@ class Worker:
 
     # ---- for the layers above
 
+    @property
+    def joins(self) -> bool:
+        """Whether it came into a job that had begun: then the others' values count."""
+        return self.member.client.welcome.joins
+
     def say_published(self) -> None:
         """Worker 0 tells people, once, where they find what the job publishes."""
         if self.rank == 0 and not self._publishes:
@@ -219,7 +224,7 @@ class Worker:
         ours = next((found for translate in self.translations if (found := translate(error)) is not None), error)
         lines = str(ours).splitlines()
         settle = _SECOND_HAND_SECONDS if isinstance(ours, PeerLost) else 0.0
-        alone = not isinstance(ours, TensorwireError) or isinstance(ours, (PeerLost, OutOfMemory))
+        alone = self.joins or not isinstance(ours, TensorwireError) or isinstance(ours, (PeerLost, OutOfMemory))
         self.member.fail(f"raised {type(ours).__name__}: {lines[0] if lines else ''}", text, settle=settle, alone=alone)
 
     @property

@@ -96,6 +96,9 @@ class Rule:
         self.reduce(bucket, pushes, float(len(pushes)) if self.spec.reduce == "mean" else 1.0, keep=True)
         self.apply(bucket, 0)
 
+    def let_go(self, source: int) -> None:
+        """No push comes from ``source`` any more, which is what `Push.worker` says: its memory is not to be kept."""
+
     def state(self) -> Iterator[Iterable[Item]]:
         """All that is kept beside the parameters, to be saved: a part for each bucket."""
         return iter(())
@@ -185,6 +188,10 @@ class PieceValues(Held):
             self._slots[push.worker] = self.view(push.slot, 0)
         return self._slots[push.worker]
 
+    def let_go(self, source: int) -> None:
+        """As `Rule.let_go`."""
+        self._slots.pop(source, None)
+
     def reduce(self, pushes: Sequence[Push], divisor: float) -> None:
         """Their sum, in their order, each times its weight, over ``divisor``."""
         if len(pushes) == 1 and divisor == pushes[0].weight == 1:  # the most frequent case takes the short way
@@ -265,6 +272,10 @@ class Pieces(Rule):
                 self._function(part.master, found, part.kept, self._options[bucket])
             if part.half:
                 part.put(part.master, out)
+
+    def let_go(self, source: int) -> None:
+        for part in chain.from_iterable(self._values):
+            part.let_go(source)
 
     def state(self) -> Iterator[Iterable[Item]]:
         return (chain.from_iterable(part.saved() for part in parts) for parts in self._values)

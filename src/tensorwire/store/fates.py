@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,8 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
     """What became of ``worker``'s push of a shard's ``bucket`` in its round ``round``.
 
+    ``incarnation``: which process of that rank it was.
+
     ``fate``: ``applied`` by itself or ``merged`` with others, both into ``version`` of the bucket, with ``weight``; or
     ``discarded``, for ``reason``. ``staleness``: updates of the bucket between the version that it came of and its own.
     """
@@ -56,6 +58,15 @@ class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
     weight: float = 1.0
     staleness: int = 0
     reason: str = ""
+    incarnation: int = 0
+
+
+class Sent(NamedTuple):
+    """A push, by where it came from: ``worker``, which process of that rank it was, and its ``round``."""
+
+    worker: int
+    incarnation: int
+    round: int
 
 
 class Produced(msgspec.Struct, frozen=True, tag="produced"):
@@ -146,7 +157,7 @@ class Fates:
         self,
         bucket: int,
         version: int,
-        pushes: Sequence[tuple[int, int]],
+        pushes: Sequence[Sent],
         weights: Sequence[float],
         staleness: Sequence[int],
         *,
@@ -167,7 +178,7 @@ class Fates:
         self,
         bucket: int,
         version: int,
-        pushes: Sequence[tuple[int, int]],
+        pushes: Sequence[Sent],
         fate: str,
         weights: Sequence[float],
         staleness: Sequence[int],
@@ -175,22 +186,25 @@ class Fates:
         """Writes what became of these pushes, without counting them."""
         self._log.add(
             *(
-                Fate(self._store, self._shard, bucket, worker, step, fate, version, weight, stale)
-                for (worker, step), weight, stale in zip(pushes, weights, staleness, strict=True)
+                Fate(
+                    self._store, self._shard, bucket, p.worker, p.round, fate, version, weight, stale, "", p.incarnation
+                )
+                for p, weight, stale in zip(pushes, weights, staleness, strict=True)
             )
         )
 
-    def merged(self, bucket: int, workers: list[int], step: int, version: int, weight: float) -> None:
-        """The pushes of ``workers`` in their round ``step`` led to ``version`` together."""
-        pushes, alike = [(worker, step) for worker in workers], len(workers)
+    def merged(self, bucket: int, pushes: Sequence[Sent], version: int, weight: float) -> None:
+        """These pushes led to ``version`` together."""
+        alike = len(pushes)
         self.closed(bucket, version, pushes, [weight] * alike, [0] * alike, alone=False)
 
-    def discarded(self, bucket: int, workers: list[int], step: int, reason: str, staleness: int = 0) -> None:
-        """The pushes of ``workers`` in their round ``step`` change nothing."""
-        counters.add(discarded=len(workers))
+    def discarded(self, bucket: int, pushes: Sequence[Sent], reason: str, staleness: int = 0) -> None:
+        """These pushes change nothing."""
+        counters.add(discarded=len(pushes))
         if self._log.wanted:
-            line = Fate(self._store, self._shard, bucket, 0, step, "discarded", staleness=staleness, reason=reason)
-            self._log.add(*(msgspec.structs.replace(line, worker=worker) for worker in workers))
+            line = Fate(self._store, self._shard, bucket, 0, 0, "discarded", staleness=staleness, reason=reason)
+            replace = msgspec.structs.replace
+            self._log.add(*(replace(line, worker=p.worker, round=p.round, incarnation=p.incarnation) for p in pushes))
 
     def close(self) -> None:
         """Writes what is left."""

@@ -24,6 +24,7 @@ from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.consensus import Disagreement
+from tensorwire.store.fates import Sent
 from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.pushes import WRITER, Push
@@ -219,7 +220,7 @@ class KeyServer(RequestStore):
 
     def _log(self, index: int, peers: Sequence[_Peer]) -> None:
         bucket, count = self._buckets[index], len(peers)
-        pushes = [(peer.index, bucket.clocks[peer.index]) for peer in peers]
+        pushes = [Sent(peer.index, peer.incarnation, bucket.clocks[peer.index]) for peer in peers]
         fate = "merged" if self.together else "applied"
         self.fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 

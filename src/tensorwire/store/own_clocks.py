@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
+from tensorwire.store.fates import Sent
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.pushes import Push
@@ -30,7 +31,9 @@ from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
 from tensorwire.store.versions.snapshots import Moments
 from tensorwire.store.worker_clocks import WorkerClocks
-from tensorwire.store.worker_threads import Ends, attend
+from tensorwire.store.worker_threads import Ends, start_attended
+
+_LOOK = 1.0  # seconds between looks at the job
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class _Contribution:
     def worker(self) -> int:
         """Who pushed."""
         return self.rounds.worker
+
+    @property
+    def sent(self) -> Sent:
+        """The same, for its fate."""
+        return Sent(self.rounds.worker, self.rounds.incarnation, self.step)
 
 
 @dataclass
@@ -83,21 +91,58 @@ class OwnClocks:
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = shard.plan.fragments(count)
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
+        self._ends: Ends = SimpleQueue()
+        self._running = 0  # threads of workers
+        self._counting = threading.Lock()
         self._quorum, self._grace = quorum_of(mode), grace_of(mode)
         self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
         shard.keep_snapshots(Moments(self.at_rest, lambda bucket: self.buckets[bucket].version))
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        ends: Ends = SimpleQueue()
-        calls = {f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers.values()}
+        for worker in self.shard.workers.values():
+            self._start(worker.name, _Rounds(self, worker).run)
         if self._deadlines is not None:
-            self._deadlines.start(f"{self.shard.name} grace", ends)
+            self._deadlines.start(f"{self.shard.name} grace", self._ends)
         try:
-            attend(calls, ends)
+            while self._running or not self.workers.members.finished:
+                with contextlib.suppress(Empty):
+                    error = self._ends.get(timeout=_LOOK)
+                    if error is not None:
+                        raise error
+                    with self._counting:
+                        self._running -= 1
+                self.shard.member.check()
         finally:
             if self._deadlines is not None:
                 self._deadlines.stop()
+
+    def _start(self, name: str, call: Callable[[], None]) -> None:
+        with self._counting:
+            self._running += 1
+        start_attended(f"{self.shard.name} {name}", call, self._ends)
+
+    def admit(self, rank: int, incarnation: int) -> None:
+        """Lets a worker join, in a thread: it gets the present values, and takes part from its first push."""
+
+        def join() -> None:
+            try:
+                worker = self.shard.link(rank, incarnation)
+            except PeerLost as error:
+                self.shard.await_loss(rank, error)
+                return
+            self.shard.replace(worker)
+            _Rounds(self, worker).run()
+
+        self._start(f"worker {rank}", join)
+
+    def take_part(self, rank: int) -> None:
+        """From now on rounds wait for a worker."""
+        for state in self.buckets:
+            with state.lock:
+                state.pushes[rank] = state.closed
+        self.workers.join(rank)
+        self._close_where_due()
 
     @contextlib.contextmanager
     def at_rest(self, bucket: int | None = None) -> Iterator[None]:
@@ -177,7 +222,7 @@ class OwnClocks:
         if staleness <= self._most:
             return False
         for bucket in buckets:
-            self.shard.fates.discarded(bucket, [contribution.worker], contribution.step, "too stale", staleness)
+            self.shard.fates.discarded(bucket, [contribution.sent], "too stale", staleness)
         return True
 
     def _merge(self, buckets: Sequence[int], here: Sequence[_Contribution]) -> None:
@@ -202,7 +247,7 @@ class OwnClocks:
             self.shard.fates.closed(
                 each,
                 self.buckets[each].version,
-                [(c.worker, c.step) for c in here],
+                [c.sent for c in here],
                 weights,
                 staleness,
                 alone=self._quorum == 1 and self._grace is None,
@@ -274,7 +319,7 @@ class _Rounds:
         self._answers = [np.frombuffer(pull.memory, np.uint8, pull.nbytes) for pull in pulls]
         self._slots = [np.frombuffer(slot, np.uint8) for slot in worker.slots]
         self._kept: dict[int, memoryview] = {}  # by bucket: what it pushed late
-        self.worker = worker.index
+        self.worker, self.incarnation = worker.index, worker.incarnation
         self._step = 0
 
     def run(self) -> None:
@@ -294,14 +339,18 @@ class _Rounds:
                 clocks.leave(worker.index)
                 return
             worker.together.send(self._step)  # the head has been read
+            if not clocks.workers.has(worker.index) and operation is not StepOperation.JOIN:
+                clocks.take_part(worker.index)
+            if operation is StepOperation.JOIN:
+                worker.updates.send(clocks.workers.slowest() + 1)
             if operation is StepOperation.UPDATE:
                 self._update(head)
             else:
-                if operation is not StepOperation.SKIP:
+                if operation not in (StepOperation.SKIP, StepOperation.JOIN):
                     self._meet(operation)
                 self._late = list(range(len(self.based)))
             clocks.workers.tick(worker.index, operation in STEPS)
-            if self._late and clocks.bound is not None:
+            if self._late and clocks.bound is not None and operation is not StepOperation.JOIN:
                 clocks.workers.wait_for_slowest(worker.index, clocks.bound)
             for bucket in self._late:
                 with clocks.buckets[bucket].lock:
@@ -309,7 +358,7 @@ class _Rounds:
             self._late = []
             if not self.based:
                 worker.pulls[0].send(self._step)
-            if operation not in (StepOperation.UPDATE, StepOperation.SKIP):
+            if operation not in (StepOperation.UPDATE, StepOperation.SKIP, StepOperation.JOIN):
                 self._await_answers(operation)
 
     def _update(self, head: StepHeader) -> None:
@@ -334,9 +383,8 @@ class _Rounds:
                 clocks.contribute(bucket, _Contribution(self, self._step, head, push, self.based[bucket]))
         if lost is not None:
             for bucket in came if self._rule.together else ():
-                self._shard.fates.discarded(
-                    bucket, [self.worker], self._step, "its worker was lost before the rest came"
-                )
+                sent = Sent(self.worker, self.incarnation, self._step)
+                self._shard.fates.discarded(bucket, [sent], "its worker was lost in the middle")
             raise lost
         if self._rule.together and buckets:
             start = clock()

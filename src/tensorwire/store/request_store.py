@@ -32,6 +32,7 @@ class RequestPeer:
 
     def __init__(self, member: Member, store: str, worker: int, nbytes: int, source: int) -> None:
         self.index, self.name = worker, member_name("worker", worker)
+        self.incarnation = member.membership.workers.get(worker, 0)
         self.channel = member.channel(self.name)
         device = self.channel.device
         self.inbox = device.allocate(nbytes)

@@ -16,12 +16,18 @@ class Members:
     """The ranks of a store's workers. One that is in no set was lost, or has not joined.
 
     ``active``: rounds wait for them. ``idle``: they take no part in rounds until all are idle, but means are over them,
-    too. ``finished``: they have left in good order.
+    too. ``finished``: they have left in good order. ``least``: with fewer in all of these, rounds wait.
     """
 
     active: frozenset[int]
     idle: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
+    least: int = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether rounds go on."""
+        return len(self.active) + len(self.idle) + len(self.finished) >= self.least
 
     @classmethod
     def first(cls, workers: int) -> Members:
@@ -72,6 +78,8 @@ def is_due(
     """
     if not here:
         return bool(kept) and not members.active
+    if not members.enough:
+        return False
     enough = quorum is not None and len(here | members.finished) >= quorum
     return enough or is_complete(members, here.__contains__)
 

@@ -21,6 +21,7 @@ from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory
 from tensorwire.store.consensus import Disagreement
+from tensorwire.store.fates import Sent
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import divisor, is_due, may_read
@@ -168,7 +169,7 @@ class RowServer(RequestStore):
         self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
         self._mark(indices)
         self._version += 1
-        pushes = [(worker, self._clocks[worker]) for worker in here]
+        pushes = [Sent(worker, self.peers[worker].incarnation, self._clocks[worker]) for worker in here]
         alike = len(pushes)
         self.fates.closed(0, self._version, pushes, [1 / alike] * alike, [0] * alike, alone=not self.together)
 

@@ -27,6 +27,15 @@ class StoreServer:
             together = self.shard.rule.together
             self.at_rest = lambda bucket: clocks.at_rest(None if together else bucket)
 
+    def incarnation(self, rank: int) -> int | None:
+        """That of the worker of a rank with which this shard shares memory, if there is one."""
+        worker = self.shard.workers.get(rank)
+        return None if worker is None else worker.incarnation
+
+    def admit(self, rank: int, incarnation: int) -> None:
+        """Lets a worker join, in a thread for that. Raises what ends the job."""
+        self._rounds.admit(rank, incarnation)
+
     def run(self) -> None:
         """Round after round, until every worker has finished."""
         self._rounds.run()

@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
+from tensorwire.control.settings import MOST_MEMBERS
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.arithmetic_rules import make_rule
@@ -33,10 +34,16 @@ _PATIENCE = 60.0  # between looks at the job while workers compute
 
 
 class WorkerLink:
-    """What a shard shares with one worker: its inbox here, its version words there."""
+    """What a shard shares with one worker: its inbox here, its version words there.
 
-    def __init__(self, server: Shard, index: int) -> None:
-        self.index = index
+    Attributes:
+        incarnation: Of the worker.
+        source: Under which number rules know its pushes: each process of a rank has one of its own.
+    """
+
+    def __init__(self, server: Shard, index: int, incarnation: int) -> None:
+        self.index, self.incarnation = index, incarnation
+        self.source = index + 2 * MOST_MEMBERS * incarnation
         self.name = member_name("worker", index)
         self.channel = server.member.channel(self.name)
         self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
@@ -55,6 +62,7 @@ class WorkerLink:
         self.pushes = [
             Consumer(self._word(self.layout.word(b.index)), slots=[self._arriving[b.index]]) for b in buckets
         ]
+        self.join = self._word(self.layout.join_word)
         self._maps = self.channel.device.capabilities.maps
         self._theirs: list[RemoteRegion] = []
         self.pulls: list[Producer] = []
@@ -62,6 +70,8 @@ class WorkerLink:
         self.together: Producer
         self.grant: Producer
         self.asked: Producer
+        self.first: Producer
+        self.updates: Producer
 
     def _word(self, offset: int) -> Word:
         return Word(self.inbox, offset, self.channel)
@@ -74,7 +84,7 @@ class WorkerLink:
         decoder = self.decoders[bucket]
         if decoder is not None and any(present):
             decoder.decode(self._arriving[bucket])
-        return Push(self.index, self.slots[bucket], present, weight)
+        return Push(self.source, self.slots[bucket], present, weight)
 
     def open(self, server: Shard) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
@@ -106,6 +116,8 @@ class WorkerLink:
         self.together = Producer(self.channel, words.view(layout.together_word, 8))
         self.grant = Producer(self.channel, words.view(layout.grant_word, 8))
         self.asked = Producer(self.channel, words.view(layout.asked_word, 8))
+        self.first = Producer(self.channel, words.view(layout.first_word, 8))
+        self.updates = Producer(self.channel, words.view(layout.updates_word, 8))
         # Where the worker's memory cannot be mapped, our part of the norm leaves from where its own arrives.
         self.norm_back = Producer(
             self.channel,
@@ -131,16 +143,15 @@ class Shard:
         self.member, self.name, self.spec, self.index = member, name, spec, index
         check_versions(spec.versions, spec.rule, member.name)
         self.plan: StorePlan = spec.plan(servers)
-        ranks = sorted(member.membership.workers)
+        members = member.membership.workers
+        ranks = sorted(members)
         if index == member.index:  # the first of this server's shards looks whether there is room for all
             check_memory(self.plan.registered_bytes(member.index, len(ranks), spec.buffers), member.name)
         self._regions: dict[str, Region] = {}
         self.parameters = self._allocate_parameters(ranks)
-        self.workers = {rank: WorkerLink(self, rank) for rank in ranks}
+        self.workers = {rank: WorkerLink(self, rank, members[rank]) for rank in ranks}
         for worker in self.workers.values():
-            looks = isinstance(spec.mode, Sync) and worker.channel.device is self.parameters.device
-            looked_at = self.parameters.remote("read") if looks else None
-            show(member, f"{name}/{index}", worker.name, worker.inbox, looked_at)
+            self._show(worker)
         for worker in self.workers.values():
             worker.open(self)
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
@@ -152,6 +163,35 @@ class Shard:
             self._publisher = Publisher(
                 member, name, self.plan, spec.publish.buffers, first.grant, first.asked, by_bucket=spec.by_bucket
             )
+
+    def _show(self, worker: WorkerLink) -> None:
+        looks = isinstance(self.spec.mode, Sync) and worker.channel.device is self.parameters.device
+        looked_at = self.parameters.remote("read") if looks else None
+        show(self.member, f"{self.name}/{self.index}", worker.name, worker.inbox, looked_at)
+
+    def link(self, rank: int, incarnation: int) -> WorkerLink:
+        """What it will share with a worker that joins. Waits until that has come to this store.
+
+        Raises `PeerLost` where it is lost before.
+        """
+        worker = WorkerLink(self, rank, incarnation)
+        self._show(worker)
+        while True:
+            try:
+                worker.open(self)
+                return worker
+            except WaitTimeout:
+                self.member.check()
+
+    def replace(self, worker: WorkerLink) -> None:
+        """A worker takes part from now on, in the place of one of its rank that was lost, if any."""
+        before = self.workers.pop(worker.index, None)
+        self.workers = dict(sorted({**self.workers, worker.index: worker}.items()))
+        if before is not None:
+            self.rule.let_go(before.source)
+            self.rule.let_go(before.source + MOST_MEMBERS)  # of what it pushed late
+            if self.member.is_settled(before.channel):
+                before.close()
 
     def head(self, worker: WorkerLink, step: int) -> StepHeader:
         """The head of a worker's round ``step``, once it has come."""
@@ -200,10 +240,14 @@ class Shard:
         """As `Member.await_loss`."""
         self.member.await_loss(worker, error)
 
-    def end(self) -> JobEnded:
-        """How the job ends, once it has: no worker is left."""
-        self.member.client.ended.wait()
-        return self.member.client.error()
+    def wait_for(self, word: Word, at_least: int) -> int:
+        """The value of a word that a worker raises, once that is ``at_least``. Raises as `receive`."""
+        while True:
+            try:
+                word.wait(at_least, _PATIENCE)
+                return word.value
+            except WaitTimeout:
+                self.member.check()
 
     def load(self, step: int, worker: int) -> None:
         """Takes the rule's state from a worker, in that round."""

@@ -28,6 +28,8 @@ class StepOperation(IntEnum):
     LOAD = 4  # worker 0's state becomes the optimizers'
     IDLE = 5  # this worker takes no part in rounds until all are idle
     SKIP = 6  # this worker found an inf in its gradients: nobody updates
+    JOIN = 7  # this worker is new, and wants the present values
+    ABSENT = 8  # this worker is new, and takes part from a later round on
 
 
 # What people count as steps.

@@ -21,6 +21,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.sizes import counted
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.endpoints import find, show
+from tensorwire.store.late_start import take_part
 from tensorwire.store.modes import Sync, awaited
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
@@ -56,6 +57,7 @@ class _Server:
         self.head = self._producer(self.layout.head, header_bytes(len(spec.numeric)), self.layout.head_word)
         self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
         self.cut = self._producer(self.layout.cut, CUT_BYTES, self.layout.cut_word)
+        self.join = Producer(self.channel, self.inbox.view(self.layout.join_word, 8))
         self.pushes = [self._push(b) for b in self.buckets]
         self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
@@ -64,6 +66,8 @@ class _Server:
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.grant = Word(self.versions, self.back.grant_word, self.channel)
         self.asked = Word(self.versions, self.back.asked_word, self.channel)
+        self.first = Word(self.versions, self.back.first_word, self.channel)
+        self.updates = Word(self.versions, self.back.updates_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
 
     def _producer(self, offset: int, nbytes: int, word: int) -> Producer:
@@ -147,6 +151,8 @@ class StoreClient(StoreEnd):
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
         super().__init__(member, name, spec, plan)
         self.own_clock = not isinstance(spec.mode, Sync)
+        # Whether this worker comes late, and takes part in no rounds yet: see `late_start`.
+        self.joining = member.client.welcome.joins and not self.own_clock
         self.updates = 0  # rounds that were steps of the training
         self.published = 0  # versions for readers that this worker has made a cut for
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
@@ -271,7 +277,7 @@ class StoreClient(StoreEnd):
                     self._failure(server)
             # Then the head of the round before has been read.
             word = server.together if self.own_clock else server.version(0)
-            self._wait(server, partial(word.wait, self.step))
+            self.wait_on(server, partial(word.wait, self.step))
 
     def _reach(self, state: str) -> None:
         if failpoints.listener is not None:
@@ -386,16 +392,29 @@ class StoreClient(StoreEnd):
         self._wait_for(bucket, step)
         self._reach("answered_some")
 
+    def version_of(self, bucket: Bucket) -> int:
+        """The last round whose version of a bucket has come."""
+        return self.servers[bucket.shard_number].version(bucket.index).value
+
     def has(self, bucket: Bucket, step: int) -> bool:
         """Whether ``wait_for`` would not wait."""
-        return self.servers[bucket.shard_number].version(bucket.index).value >= step
+        return self.version_of(bucket) >= step
+
+    def begin_from(self, step: int, updates: int) -> None:
+        """The next round follows round ``step``, with its values, after so many ``updates``."""
+        self.step, self.updates = step, updates
+        self.wait()
+        for bucket in self.order:
+            if bucket.number in self._encoders:
+                self._encoders[bucket.number].reset(self._answer(bucket))
+        self.joining = False
 
     def _wait_for(self, bucket: Bucket, step: int) -> None:
         server = self.servers[bucket.shard_number]
-        self._wait(server, partial(server.version(bucket.index).wait, step))
+        self.wait_on(server, partial(server.version(bucket.index).wait, step))
 
-    def _wait(self, server: _Server, wait: Callable[[float], object]) -> None:
-        """``wait(seconds)``, unless a push has failed: its round does not end."""
+    def wait_on(self, server: _Server, wait: Callable[[float], object]) -> None:
+        """``wait(seconds)`` for something of a server, unless a push to it has failed: its round does not end."""
         try:
             sound = partial(wait_unless, wait, gone_on=partial(self._failure, server))
             self.member.wait(sound, self.timeout, self._place)
@@ -421,7 +440,7 @@ class StoreClient(StoreEnd):
         total = 0.0
         for server in self.servers:
             receive = partial(server.norm_part.receive, self.step)
-            self._wait(server, receive)
+            self.wait_on(server, receive)
             part = receive(0.0)
             assert part is not None
             total += NORM.unpack(part)[0]
@@ -464,7 +483,7 @@ class StoreClient(StoreEnd):
         counter; None: it was left out. Raises as ``wait``.
         """
         counter, publisher = self.published + 1, self.servers[0]
-        buffer = await_grant(publisher.grant, counter, partial(self._wait, publisher), patient=wait)
+        buffer = await_grant(publisher.grant, counter, partial(self.wait_on, publisher), patient=wait)
         if buffer is None:
             return None
         with self.course.unit(f"version {counter} of {self.name}"):
@@ -511,6 +530,8 @@ class StoreClient(StoreEnd):
                 seen = now
 
     def _leave(self) -> None:
+        if self.joining:
+            take_part(self)
         # Nobody may have waited for the last round: until it is over servers write to this worker's memory.
         for bucket in self.order:
             self._wait_for(bucket, self._pushed[bucket.number] if self.own_clock else self.step)
@@ -518,4 +539,4 @@ class StoreClient(StoreEnd):
         for server in self.servers:
             server.head.flush(self.timeout)
             if not server.buckets:  # what says so comes after what `begin` waited for
-                self._wait(server, partial(server.version(0).wait, self.step - 1))
+                self.wait_on(server, partial(server.version(0).wait, self.step - 1))

@@ -29,7 +29,7 @@ class StoreEnd:
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
         self.timeout = step_timeout()  # seconds that an answer may take, as other workers have to come
-        if member.index == 0:
+        if member.index == member.membership.leader and not member.client.welcome.joins:
             member.client.publish(name, spec.encoded())
         self.course = Course(member)
         self.step = 0  # rounds begun; -1: this worker has left

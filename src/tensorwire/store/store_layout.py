@@ -118,7 +118,8 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The layout of a worker's inbox at a shard: arrival words, the head, the norm, a cut, what is present, the slots.
+    """The layout of a worker's inbox at a shard: arrival words, the head, the norm, a cut, what is present, the slots;
+    and a word in which one that joins says in which round it wants to take part first.
 
     What is present: a byte a piece, whether this worker has a gradient for it. The slots begin at a page, and lie as
     their buckets do in the shard: so a window shows those of a tensor side by side, whatever shards they are in.
@@ -146,15 +147,20 @@ class Inbox(msgspec.Struct, frozen=True):
         """Where the arrival word of a cut is."""
         return WORD * 2
 
+    @property
+    def join_word(self) -> int:
+        """Where the round is in which a worker that joins wants to take part first."""
+        return WORD * 3
+
     def word(self, bucket: int) -> int:
         """Where the arrival word of a bucket is."""
-        return WORD * (3 + bucket)
+        return WORD * (4 + bucket)
 
 
 def inbox(plan: StorePlan, shard: int, options: int) -> Inbox:
     """The inbox that every worker has at a shard."""
     buckets = plan.buckets[shard]
-    norm = WORD * (3 + len(buckets))
+    norm = WORD * (4 + len(buckets))
     cut = norm + WORD
     head = cut + CUT_BYTES
     end = head + header_bytes(options)
@@ -168,8 +174,8 @@ def inbox(plan: StorePlan, shard: int, options: int) -> Inbox:
 
 class Outbox(msgspec.Struct, frozen=True):
     """The layout of what a worker opens to one shard: a version word a bucket, the norm with its word, a word that says
-    in which round all idle workers go on together, the grant of a buffer for the next version that readers get, and how
-    often readers asked for one.
+    in which round all idle workers go on together, the grant of a buffer for the next version that readers get, how
+    often readers asked for one, and for a worker that joins, its first round and how many updates there were before it.
 
     A shard without buckets has one word all the same: it says that the round's head has been read.
     """
@@ -206,6 +212,16 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.grant_word + WORD
 
     @property
+    def first_word(self) -> int:
+        """Where the first round is that waits for a worker that joins."""
+        return self.asked_word + WORD
+
+    @property
+    def updates_word(self) -> int:
+        """Where one more than the number of updates is that there were before this round."""
+        return self.first_word + WORD
+
+    @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.asked_word + WORD
+        return self.updates_word + WORD

@@ -18,7 +18,9 @@ class WorkerClocks:
 
     def __init__(self, member: Member, ranks: Iterable[int]) -> None:
         self._member = member
-        self.members = Members(frozenset(ranks))  # changed as a whole: it may be read at any time
+        self.members = Members(
+            frozenset(ranks), least=member.membership.least
+        )  # changed as a whole: it may be read at any time
         self._clocks = dict.fromkeys(self.members.active, 0)
         self._here: dict[int, StepOperation] = {}
         self._ended = 0
@@ -37,11 +39,27 @@ class WorkerClocks:
             self.members = self.members.finish(worker)
             self._changed.notify_all()
 
+    def has(self, worker: int) -> bool:
+        """Whether rounds wait for a worker."""
+        return worker in self.members.active
+
+    def slowest(self) -> int:
+        """How many steps the slowest of those has taken for whom rounds wait; where there is nobody, of all."""
+        return min([self._clocks[w] for w in self.members.active] or self._clocks.values())
+
+    def join(self, worker: int) -> None:
+        """A worker takes part, as far as the slowest of the others."""
+        with self._changed:
+            self._clocks[worker] = self.slowest()
+            self.members = self.members.join(worker)
+            self._changed.notify_all()
+
     def lose(self, worker: int) -> None:
         """A worker is lost. Raises `Disagreement` while all set values or state, or before they have done so."""
         with self._changed:
             self.members = self.members.lose(worker)
             self._changed.notify_all()
+            self._here.pop(worker, None)
             if self._here or not self._ended:
                 raise Disagreement(worker, "was lost before all had the same parameters and state")
 

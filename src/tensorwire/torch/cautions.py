@@ -26,7 +26,7 @@ class Cautions:
         self, worker: Worker, params: Iterable[torch.nn.Parameter], modules: Sequence[torch.nn.Module]
     ) -> None:
         self._worker, self._steps, self._mine = worker, 0, b""
-        self.done = worker in _looked
+        self.done = worker in _looked or worker.joins
         _looked.add(worker)
         if self.done:
             return

@@ -31,7 +31,7 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     ``modules``: the model's, or all of the process. Raises `WaitTimeout` or `JobEnded`.
     """
     _optimizers.add(optimizer)
-    if worker.num_workers == 1:
+    if worker.num_workers == 1 or worker.joins:
         return
     found = _others(find_roots(named_parameters(optimizer), modules))
     mine: dict[str, Outline] = {}

@@ -19,6 +19,7 @@ from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
 from tensorwire.store.course import Course
+from tensorwire.store.late_start import take_over
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
 from tensorwire.store.modes import Local
 from tensorwire.store.rules import pieces_over
@@ -143,7 +144,10 @@ class LocalTraining:
         """Worker 0's present values become the store's, and everybody's."""
         what = f"setting the parameters of {self.client.name}"
         with self._worker.member.explained(), self.client.course.unit(what):
-            self._set(self.params)
+            if self._worker.joins and not self.client.step:
+                take_over(self.client, self._exchanges.options)
+            else:
+                self._set(self.params)
             self.written = False
             for bucket in self.client.order:
                 self._take(bucket, torch.Tensor.copy_)

@@ -19,6 +19,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
 from tensorwire.store.course import Course
+from tensorwire.store.late_start import await_values, take_over, take_part
 from tensorwire.store.modes import Mode, Sync, settings_of
 from tensorwire.store.rules import is_whole, looks_at_all
 from tensorwire.store.sharding import Bucket, ParameterSpec, StorePlan
@@ -105,7 +106,10 @@ class Part:
         self._clips = False
         self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
         self.latest = 0  # the last round that was closed: its version is the one to show
-        self.assign()
+        if worker.joins:
+            self.start_late()
+        else:
+            self.assign()
 
     def _connect(self) -> StoreClient:
         settings, worker = self._settings, self._worker
@@ -352,6 +356,28 @@ class Part:
                     self.shown.refresh()
                 self.written = set()
                 self.show(range(len(self.params)))
+
+    def start_late(self) -> None:
+        """A worker that joins gets the present values; where all have common rounds, it takes part in none yet."""
+        client = self.client
+        with self._worker.member.explained():
+            if client.joining:
+                self.latest = await_values(client)
+                self.bring_now()
+                return
+            with client.course.unit(f"joining {client.name}"):
+                take_over(client, self.options())
+                self.close_round()
+                self.bring_now()
+
+    def take_part(self) -> None:
+        """Comes into the common rounds, with the values of the last one. What the user set before is gone."""
+        with self._worker.member.explained(), self.client.course.unit(f"joining {self.client.name}"):
+            take_part(self.client)
+        self.close_round()
+        self.shown.refresh()
+        self.written = set()
+        self.wait()
 
     def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
         """The user changed these; the next step begins with an ``assign``."""

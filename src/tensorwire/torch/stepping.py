@@ -51,6 +51,9 @@ class Stepping:
         """Every bucket of this step is on its way. What is wrong on this worker is found before the first of them."""
         if self.overlap is not None:
             self.overlap.settle()
+        if self.joining:
+            self._take_part()
+            return
         if not any(part.is_open for part in self.parts):
             self._check()
         gradients = [[part.gradient(i) for i in range(len(part.params))] for part in self.parts]
@@ -80,6 +83,22 @@ class Stepping:
                 each.push(found)
             self._pushed, self._waiting, self._check_norm, self._left_out = self._pushed + 1, True, check_norm, False
 
+    @property
+    def joining(self) -> bool:
+        """Whether this worker takes part in no rounds yet."""
+        return any(part.client.joining for part in self.parts)
+
+    def _take_part(self) -> None:
+        """The first step of a worker that joins: it has shown that it can compute, and others may wait for it now.
+
+        Its gradients are of values that the others do not have any more, and go nowhere.
+        """
+        for part in self.parts:
+            part.take_part()
+        if self._saved.pending:
+            self._saved.loaded()
+        self._pushed, self._left_out = self.parts[0].client.updates, False
+
     def _set(self, state: Mapping[Any, Any]) -> None:
         """Values and state that the user has set become the servers'."""
         stores: list[Part | SparseRows] = [*self.parts, *self.rows]
@@ -96,6 +115,8 @@ class Stepping:
 
     def open(self) -> bool:
         """Begins the rounds of a step from inside of backward; False if that has to wait for ``step()``."""
+        if self.joining:
+            return False
         if self._saved.pending or any(part.written for part in self.parts):
             return False  # values that were loaded become the store's first, and not in the middle of backward
         if os.getpid() != self._pid:
@@ -121,6 +142,8 @@ class Stepping:
 
         Returns whether the step was left out. It may be called again where it was interrupted.
         """
+        if not self._waiting:
+            return self._left_out
         pushed = clock()
         if any(part.asks_norm for part in self.parts):  # as the round began: the option may have changed
             self._agree_on_norm()

@@ -100,9 +100,9 @@ def totals(lines: Sequence[Line]) -> list[WorkerFates]:
 def problems(lines: Sequence[Line]) -> list[str]:
     """What does not add up in one job, in words."""
     fates = [line for line in lines if isinstance(line, Fate)]
-    pushes = Counter((f.store, f.shard, f.bucket, f.worker, f.round) for f in fates)
+    pushes = Counter((f.store, f.shard, f.bucket, f.worker, f.incarnation, f.round) for f in fates)
     found = []
-    for store, shard, bucket, worker, number in [push for push, count in pushes.items() if count > 1][:_MOST_SHOWN]:
+    for store, shard, bucket, worker, _, number in [push for push, count in pushes.items() if count > 1][:_MOST_SHOWN]:
         push = f"worker {worker}'s push of round {number}, bucket {bucket} of shard {shard},"
         found.append(f"{store}: {push} has two fates")
     found += _versions(fates)
