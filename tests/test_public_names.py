@@ -44,7 +44,7 @@ LAYERS = [
 ]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
-    "tensorwire.torch": {"StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
+    "tensorwire.torch": {"ShardSampler", "StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.store": {
         *("EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"),
         *("Every", "Listing", "Loader", "Reader", "ReaderState", "Staged", "VersionState", "connect"),
@@ -103,7 +103,19 @@ PUBLIC = {
 MEMBERS = {
     "tensorwire.Job": {
         *("name", "rank", "num_workers", "num_servers", "local_rank", "local_workers", "address", "routes"),
-        *("barrier", "broadcast", "all_reduce", "report", "uneven", "init_process_group", "close"),
+        *(
+            "barrier",
+            "broadcast",
+            "all_reduce",
+            "report",
+            "uneven",
+            "init_process_group",
+            "close",
+            "workers",
+            "steps",
+            "shard",
+            "leave",
+        ),
     },
     "tensorwire.torch.StoreOptimizer": {
         *(
@@ -112,6 +124,7 @@ MEMBERS = {
             "publish",
             "readers",
             "no_sync",
+            "steps_taken",
             "write_parameters",
             "add_param_group",
             "state_dict",

@@ -26,7 +26,7 @@ class Rounds:
             plan=plan,
             parameters=bytearray(4096),
             rule=None,
-            member=None,
+            member=SimpleNamespace(membership=SimpleNamespace(least=0)),
             keep_snapshots=lambda moments: None,
         )
         self.clocks = OwnClocks(shard)

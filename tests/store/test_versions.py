@@ -376,8 +376,8 @@ def held(job: Job, when_held: str) -> tuple[list[int | None], float, float]:
             made.append(optimizer.publish())
             step()
             if when_held == "wait":  # somebody else lets go of it, when worker 0 waits
-                waited = optimizer._client._wait
-                optimizer._client._wait = lambda *a: (staged.close() if len(made) == 2 else None, waited(*a))
+                waited = optimizer._client.wait_on
+                optimizer._client.wait_on = lambda *a: (staged.close() if len(made) == 2 else None, waited(*a))
             kept = only(staged.tensors)
             made.append(optimizer.publish())
             assert when_held == "wait" or only(staged.tensors) == kept

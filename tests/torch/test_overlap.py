@@ -39,7 +39,7 @@ def poison() -> None:
         for index in arriving(self):
             assert self.shard.spec.buffers == 2
             self.rule._bytes[self.step % 2][index].fill(0xFF)
-            for worker in self.workers:
+            for worker in self.workers.values():
                 pull = worker.pulls[index]
                 if not pull.mapped:
                     at = self.step % pull.depth

@@ -12,7 +12,7 @@ from tensorwire.cli.audit import audit
 from tensorwire.cli.run import run
 from tensorwire.control.frames import Welcome
 from tensorwire.errors import ArgumentError
-from tensorwire.store.fates import Begun, Ended, Fate, FateLog, Fates, Line, Produced
+from tensorwire.store.fates import Begun, Ended, Fate, FateLog, Fates, Line, Produced, Sent
 from tensorwire.trace.push_fates import by_job, problems, read_fates, totals
 
 WELCOME = Welcome("abc", 0, workers=2, servers=1, beat=1.0, lost_after=10.0)
@@ -151,9 +151,9 @@ def test_lines_go_to_the_file_and_close_is_idempotent(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TENSORWIRE_FATES", str(tmp_path))
     fates = Fates(WELCOME, "store/0", 0)
     assert read_fates([tmp_path]) == BEGUN[2:]  # a process that is killed leaves this much
-    fates.merged(0, [0, 1], 2, 1, 0.5)
-    fates.discarded(0, [1], 3, "the norm is not finite")
-    fates.closed(0, 2, [(0, 4)], [1.0], [0], alone=True)
+    fates.merged(0, [Sent(0, 0, 2), Sent(1, 0, 2)], 1, 0.5)
+    fates.discarded(0, [Sent(1, 0, 3)], "the norm is not finite")
+    fates.closed(0, 2, [Sent(0, 0, 4)], [1.0], [0], alone=True)
     fates.close()
     fates.close()
     assert read_fates([tmp_path]) == [BEGUN[2], *FATES[:4], ENDED[2]]

@@ -310,19 +310,22 @@ class Client:
         kind = WorkerFinished if self.cause.kind == WorkerFinished.__name__ else JobEnded
         return kind(str(self.cause))
 
-    def close(self, *, goodbye: bool = False) -> None:
-        """Closes the connection; without a goodbye the coordinator takes it for a death. Idempotent."""
+    def close(self, *, goodbye: bool = False, early: bool = False) -> None:
+        """Closes the connection; without a goodbye the coordinator takes it for a death. Idempotent.
+
+        ``early``: the goodbye of a worker without which the job goes on.
+        """
         with self._closing:
             if not self._closed:
-                self._end(goodbye)
+                self._end(goodbye, early)
 
-    def _end(self, goodbye: bool) -> None:
+    def _end(self, goodbye: bool, early: bool) -> None:
         with self._lock:
             self._closed = True
         self._quiet.set()
         if goodbye:
             last = [] if self._reporter is None else [_stats()]
-            for message in (*last, frames.Bye()):
+            for message in (*last, frames.Bye(early)):
                 self._heartbeat.send(frames.encode(message), 5.0)
         self._heartbeat.close()
         with contextlib.suppress(OSError):

@@ -354,6 +354,8 @@ class Coordinator:
             member.left = True
             self._done.add(member.name)
             self._book.leave(member.name)
+            if message.early:
+                self._leave(member.name)
             self._end_if_done()
         else:
             raise ProtocolError(f"a {type(message).__name__} is nothing a member may send")
@@ -453,6 +455,16 @@ class Coordinator:
         self._loop.call_later(cause.settle, self._tell_loss, name)
         self._end_if_done()
 
+    def _leave(self, name: str) -> None:
+        """A worker is done before the others."""
+        now = self.membership.lose(int(name.split()[1]), "left the job", left=True)
+        if self.membership.survives and now is not self.membership:
+            self.membership = now
+            self._book.lose(name)
+            self._tell_epoch()
+            self._untold[name] = Cause(name, "left the job")
+            self._tell_loss(name)
+
     def _tell_loss(self, name: str) -> None:
         """Says what is best known of how a worker was lost; it is the job's end if too few are left."""
         cause = self._untold.pop(name, None)
@@ -494,11 +506,9 @@ class Coordinator:
     def _end(self, cause: Cause | None) -> None:
         if self.ended.is_set():
             return
-        if cause is None:
-            for name in list(self._untold):
-                self._tell_loss(name)
-            if self.ended.is_set():
-                return
+        if cause is None and self._untold:
+            self._loop.call_later(SETTLE_SECONDS, self._end, None)
+            return
         self.cause = None if cause is None else cause.bounded()
         self.ended.set()
         for member in self._members.values():

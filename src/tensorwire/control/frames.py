@@ -195,7 +195,9 @@ class Epoch(Message, tag="epoch", frozen=True):
 
 
 class Bye(Message, tag="bye", frozen=True):
-    """A member is done and leaves."""
+    """A member is done and leaves. ``early``: the job goes on without it."""
+
+    early: bool = False
 
 
 class Waiting(Message, tag="waits", frozen=True):

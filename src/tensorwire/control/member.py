@@ -264,8 +264,8 @@ class Member:
         if self.client.ended.is_set() and self.client.cause is not None:
             raise JobEnded(str(self.client.cause))
 
-    def close(self, *, goodbye: bool = True) -> None:
-        """Leaves the job and closes the devices. Idempotent."""
-        self.client.close(goodbye=goodbye)
+    def close(self, *, goodbye: bool = True, early: bool = False) -> None:
+        """Leaves the job and closes the devices. Idempotent. ``early``: as for `Client.close`."""
+        self.client.close(goodbye=goodbye, early=early)
         for device in list(self.devices.values()):
             device.close()

@@ -20,10 +20,14 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True):
-    """How a worker was lost: ``what`` happened to the process that was its ``incarnation``-th, from 0."""
+    """How a worker was lost: ``what`` happened to the process that was its ``incarnation``-th, from 0.
+
+    ``left``: it said so itself.
+    """
 
     incarnation: Number
     what: str
+    left: bool = False
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -57,12 +61,12 @@ class Membership(msgspec.Struct, frozen=True):
         """Whether there are workers to go on with."""
         return len(self.workers) >= self.least
 
-    def lose(self, rank: int, what: str) -> Membership:
+    def lose(self, rank: int, what: str, *, left: bool = False) -> Membership:
         """The next one, without a worker, to whose process ``what`` happened; the same where it is not in."""
         if rank not in self.workers:
             return self
         rest = {other: number for other, number in self.workers.items() if other != rank}
-        lost = {**self.lost, rank: Lost(self.workers[rank], what)}
+        lost = {**self.lost, rank: Lost(self.workers[rank], what, left)}
         return Membership(self.epoch + 1, self.least, rest, lost)
 
     def join(self, rank: int) -> Membership:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensorwire.control.reach import Route
+from tensorwire.errors import ArgumentError
+from tensorwire.launch.shares import DataShare, share_of_epoch
 from tensorwire.launch.torchrun import JOIN_SECONDS
 from tensorwire.launch.worker import Worker
 from tensorwire.observe.scalars import scalars
@@ -189,6 +191,70 @@ class Job:
                 store.idle()
             for store in stores:
                 store.rejoin()
+
+    # ---- workers that come and go
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks of the workers that are in the job now, in their order. In most jobs these never change."""
+        return tuple(self._worker.member.membership.workers)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Counts the steps of the training, up to the ``total``-th: the loop of each worker ends after the same step.
+
+        The store counts: for a worker that joined later, too, and over restarts of workers.
+
+        Args:
+            total: How many steps the training has.
+
+        Yields:
+            How many steps are over, from 0. A worker that joins gets the present number, and that of its first step,
+            in which it takes no part, twice.
+
+        Raises:
+            ArgumentError: No optimizer of the store was constructed before.
+        """
+        if not self._worker.optimizers:
+            raise ArgumentError(
+                "job.steps() counts the steps of a tw.torch.StoreOptimizer: construct it before the loop"
+            )
+        while (done := self._worker.steps_taken()) < total:
+            yield done
+
+    def shard(self, epoch: int) -> DataShare:
+        """This worker's share of a data set in an epoch.
+
+        All workers that ask for the share of one epoch get parts of one division: among the workers that are in the job
+        when the first of them asks. One that joins in the middle of an epoch has no part of its own there, and gets one
+        of the parts by its rank, so that some samples are seen twice. The part of a worker that is lost in an epoch is
+        not seen again in it. It costs requests to the coordinator: call it once an epoch.
+
+        Args:
+            epoch: Which epoch, from 0.
+
+        Returns:
+            ``part`` and ``parts``: this worker takes that one, counted from 0, of so many parts, as with
+            ``dataset[part::parts]``; `tw.torch.ShardSampler` does so for a DataLoader.
+
+        Raises:
+            ArgumentError: ``epoch`` is no whole number from 0.
+            JobEnded: The job ended; the message says why.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ArgumentError(f"job.shard(): an epoch is a whole number from 0, not {epoch!r:.100}")
+        return share_of_epoch(self._worker.member, epoch)
+
+    def leave(self) -> None:
+        """Leaves the job before it is over, as on a machine that is needed for something else. The others go on.
+
+        What this worker has pushed counts. Its script may go on, but is in no job any more. In a job that survives the
+        loss of workers, SIGTERM makes a worker do this at the end of its optimizer's step, and exit; it has the seconds
+        of ``TENSORWIRE_GRACE`` for that.
+
+        Raises:
+            Unsupported: The job was started without ``min_workers``, and cannot go on without a worker.
+        """
+        self._worker.leave()
 
     def init_process_group(self, backend: str = "gloo", **options: Any) -> None:
         """Makes the default process group of ``torch.distributed`` for the workers. Call it on all workers.

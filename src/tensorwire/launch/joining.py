@@ -109,6 +109,7 @@ def init(
     finally:
         if meeting is not None and meeting.handout is not None:
             meeting.handout.close()
+    worker.leave_on_sigterm()
     _jobs_before += 1
     set_current(worker)
     return Job(worker)

@@ -134,6 +134,7 @@ class Launcher:
         o = options
         members = job_members(o.workers, o.servers, o.nodes)
         self._view = Watch(members, o.node, prefix=o.prefix, metrics=o.metrics, trace=o.trace)
+        self._wanted: set[str] = set()  # those of them that did not leave by themselves
         self._environment: dict[str, str] = {}  # of the workers
         self._restarts: dict[int, int] = {}  # by rank: how often it was started again
         self._signalled = 0
@@ -353,8 +354,9 @@ class Launcher:
     def _note_lost(self, membership: Membership) -> None:
         """The job goes on without these."""
         until = time.monotonic() + self._leave_seconds
-        names = [member_name("worker", rank) for rank in membership.lost]
-        self._lost = {name: self._lost.get(name, until) for name in names}
+        lost = {member_name("worker", rank): how for rank, how in membership.lost.items()}
+        self._lost = {name: self._lost.get(name, until) for name in lost}
+        self._wanted = {name for name, how in lost.items() if not how.left}
         self._restart_lost()
 
     def _restart_lost(self) -> None:
@@ -362,7 +364,11 @@ class Launcher:
         mine = range(self._options.node * self._options.workers, (self._options.node + 1) * self._options.workers)
         for rank in mine if self._options.restart else ():
             name = member_name("worker", rank)
-            if name in self._lost and name not in self._running and self._restarts.get(rank, 0) < self._options.restart:
+            if (
+                name in self._wanted
+                and name not in self._running
+                and self._restarts.get(rank, 0) < self._options.restart
+            ):
                 self._restarts[rank] = self._restarts.get(rank, 0) + 1
                 try:
                     self._start_worker(rank)

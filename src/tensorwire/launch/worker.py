@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Protocol
 from tensorwire.control import Cause, Member
 from tensorwire.control.locality import apart
 from tensorwire.control.names import member_name
-from tensorwire.errors import ArgumentError, JobEnded, OutOfMemory, PeerLost, StepInterrupted, TensorwireError
+from tensorwire.errors import (
+    ArgumentError,
+    JobEnded,
+    OutOfMemory,
+    PeerLost,
+    StepInterrupted,
+    TensorwireError,
+    Unsupported,
+)
 from tensorwire.launch.children import Child
 from tensorwire.launch.excepthook import ExceptHook, print_end
 from tensorwire.launch.place import Place, grace_seconds
@@ -67,6 +75,14 @@ class UnevenStore(Protocol):
         """Waits until all are idle, and takes over the state that the other workers reached."""
 
 
+class CountsSteps(Protocol):
+    """An optimizer of the store, as ``Job.steps`` uses it."""
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps are over."""
+
+
 class Worker:
     """One worker's membership in a job, from `init` to the end.
 
@@ -86,6 +102,9 @@ class Worker:
         # What an error of a framework's stands for, if that is one of ours.
         self.translations: list[Callable[[BaseException], TensorwireError | None]] = []
         self.closed = False
+        self.early = False  # it leaves before the job is over
+        self.terms = 0  # SIGTERMs: it is to leave after its step
+        self.optimizers: weakref.WeakSet[CountsSteps] = weakref.WeakSet()
         self._children = children
         self._closers: list[Callable[[], None]] = []
         self._dropped: collections.deque[Callable[[], None]] = collections.deque()  # of those, whose owners are gone
@@ -147,6 +166,42 @@ class Worker:
     def release_store(self) -> None:
         """Gives the last name back: the workers did not agree on that store, and servers know nothing of it."""
         self._stores -= 1
+
+    def steps_taken(self) -> int:
+        """How many steps this worker's optimizer has taken; of several, the one with the fewest."""
+        return min((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+
+    def end_step(self) -> None:
+        """Between two steps: where a SIGTERM has come, this worker leaves the job, and the script ends."""
+        if self.terms:
+            self.leave()
+            raise SystemExit(0)
+
+    def leave(self) -> None:
+        """Leaves a job that goes on without this worker. Raises `Unsupported` for others."""
+        if not self.member.membership.survives:
+            raise Unsupported("a worker may leave a job that was started with min_workers; others end with its first")
+        self.early = True
+        self.close()
+
+    def leave_on_sigterm(self) -> None:
+        """From now on SIGTERM lets a worker of a job that survives it end its step and leave, as a preempted machine
+        asks for. It has the time in which a process has to leave a failed job; then it is ended, and lost."""
+        if not self.member.membership.survives or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+
+        def note(number: int, _: object) -> None:
+            self.terms += 1
+            if self.terms > 1 or self.closed:
+                os._exit(128 + number)
+            threading.Thread(target=self._end_after, args=(128 + number,), name="tensorwire-term", daemon=True).start()
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, note)
+
+    def _end_after(self, status: int) -> None:
+        if not self._left.wait(self._grace):
+            os._exit(status)
 
     def check_threads(self) -> None:
         """Warns, once, where the workers of this machine compute with more threads than it has cores."""
@@ -285,7 +340,7 @@ class Worker:
                 self.member.client.bye()
                 self.member.client.ended.wait()
         finally:
-            self.member.close(goodbye=well)
+            self.member.close(goodbye=well, early=self.early)
             for child in self._children:
                 child.close()
         if error is not None:

@@ -14,8 +14,9 @@ from tensorwire.torch.graph.execution.clip import clip_grad_norm_
 from tensorwire.torch.graph.placement.place_model import place, unplace
 from tensorwire.torch.optimizer import StoreOptimizer
 from tensorwire.torch.profiling import show_ranges
+from tensorwire.torch.sampler import ShardSampler
 from tensorwire.torch.store_embedding import StoreEmbedding
 
 show_ranges()
 
-__all__ = ["StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"]
+__all__ = ["ShardSampler", "StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"]

@@ -74,6 +74,11 @@ class LocalTraining:
 
     # ---- a step
 
+    @property
+    def steps(self) -> int:
+        """How many steps are over."""
+        return self._exchanges.steps
+
     def count(self, tokens: float) -> None:
         """Adds to what this worker's next contribution of each fragment weighs."""
         self._exchanges.count(tokens)
@@ -146,6 +151,7 @@ class LocalTraining:
         with self._worker.member.explained(), self.client.course.unit(what):
             if self._worker.joins and not self.client.step:
                 take_over(self.client, self._exchanges.options)
+                self._exchanges.take_over()
             else:
                 self._set(self.params)
             self.written = False

@@ -176,6 +176,7 @@ class StoreOptimizer(OptimizerState):
         else:
             self._add_part(self.param_groups, modules)
         make_equal(self._worker, self, modules)
+        self._worker.optimizers.add(self)
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
@@ -234,8 +235,16 @@ class StoreOptimizer(OptimizerState):
                 raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
             return loss
 
+    @property
+    def steps_taken(self) -> int:
+        """How many steps are over: with `Sync` those of the store, which all workers have in common, else this worker's
+        own, to which one that joined later adds those of the slowest of the others when it came.
+        """
+        return self._parts[0].client.updates if self._local is None else self._local.steps
+
     def _note_step(self) -> None:
         """What follows belongs to the next one."""
+        self._worker.end_step()
         if self._publishing is not None:
             with self._worker.member.explained():
                 self._publishing.step()
