@@ -107,6 +107,31 @@ def test_a_worker_lost_while_all_clip(tmp_path: Path) -> None:
     assert len({f.version for f in fates_in(tmp_path)}) == STEPS
 
 
+def lose_the_first(job: tw.Job, mode: Mode, publish: bool) -> float:
+    """Worker 0 has said what the store is, and made versions of it."""
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    options: dict[str, Any] = {"publish": tw.store.Every(2)} if publish else {}
+    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode, bucket_bytes=4096, **options)
+    for step in range(12):
+        p.grad = torch.ones_like(p)
+        store.step()
+        if job.rank == 0 and step == AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+    store.wait()
+    return float(p[0, 0].item())
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize(("mode", "publish"), [(Sync(), False), (Sync(), True), (Async(), True), (Async(), False)])
+def test_worker_0_is_no_more_than_the_others(device: str, mode: Mode, publish: bool) -> None:
+    ended = run_job(lose_the_first, mode, publish, workers=WORKERS, servers=2, device=device, min_workers=1)
+    assert ended.cause is None, ended.cause
+    assert ended.errors[0] == "died"
+    assert ended.errors[1:] == ["", ""]
+    if mode == Sync():
+        assert ended.results[1:] == [-12, -12]
+
+
 # ---- keys and rows
 
 

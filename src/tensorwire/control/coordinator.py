@@ -109,6 +109,7 @@ class Coordinator:
         self._done: set[str] = set()
         self._exits: dict[str, int] = {}
         self._stats: dict[str, Report] = {}
+        self._unseen: set[str] = set()  # who is lost, and whose process may not have ended yet
         self._untold: dict[str, Cause] = {}  # losses of which there may be a better account
         self._second_hand: Cause | None = None
         self._short = 0  # the epoch since which there are too few workers; 0: there are enough
@@ -401,7 +402,9 @@ class Coordinator:
     def _left(self, role: str, index: int, status: int) -> None:
         name = member_name(role, index)
         self._exits[name] = status
-        if name in self._members:  # its last words may still be on their way
+        if name in self._unseen:
+            self._unseen.discard(name)
+        elif name in self._members:  # its last words may still be on their way
             self._loop.call_later(SETTLE_SECONDS, self._judge, name)
         else:
             self._judge(name)
@@ -443,9 +446,15 @@ class Coordinator:
             self._fail(cause)
             return
         now = self.membership.lose(int(index), cause.bounded().what)
-        if self.ended.is_set() or now is self.membership:
+        if self.ended.is_set():
+            return
+        if now is self.membership:  # it was lost before; another process in its place may have got no further
+            if name in self._exits and name not in self._members and self._on_loss is not None:
+                self._on_loss(Cause(name, f"{describe_exit(self._exits[name])} before it joined"))
             return
         self.membership = now
+        if name not in self._exits:
+            self._unseen.add(name)
         if name in self._members:
             self._members[name].lost = True
             self._send(self._members[name].writer, frames.End(cause.bounded()))

@@ -270,10 +270,12 @@ class Job:
 
         Raises:
             ArgumentError: There is a process group that the job did not make, or an option is the job's own.
-            Unsupported: PyTorch is missing, or was built without ``torch.distributed``.
+            Unsupported: PyTorch is missing, or was built without ``torch.distributed``; or the job goes on without
+                workers that are lost, as a process group cannot.
             PlanMismatch: Another worker called something else.
             JobEnded: The job ended; the message says why.
         """
+        self._worker.refuse_to_change("a process group of torch.distributed")
         self._worker.process_group.init(backend, options)
 
     # ---- the end

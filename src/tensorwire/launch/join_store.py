@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tensorwire.control import Member
-from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch.worker import Worker
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_client import StoreClient, agree
@@ -15,18 +15,32 @@ from tensorwire.store.store_layout import StoreSpec
 Client = TypeVar("Client")
 
 
-def join_store(worker: Worker, spec: StoreSpec) -> StoreClient:
-    """This worker's end of a new store. Every worker calls it, with the same ``spec``. Raises as `join_with`."""
-    return join_with(worker, spec, StoreClient)
+def join_store(worker: Worker, spec: StoreSpec, *, late: bool = False) -> StoreClient:
+    """This worker's end of a new store. Every worker calls it, with the same ``spec``.
+
+    ``late``: the caller knows what to do where this worker joins a job that has begun. Raises as `join_with`.
+    """
+    return join_with(worker, spec, StoreClient, late=late)
 
 
-def join_with(worker: Worker, spec: StoreSpec, make: Callable[[Member, str, StoreSpec, StorePlan], Client]) -> Client:
-    """What ``make`` makes of the membership, and of a new store's name, spec and plan.
+def join_with(
+    worker: Worker,
+    spec: StoreSpec,
+    make: Callable[[Member, str, StoreSpec, StorePlan], Client],
+    *,
+    late: bool = False,
+) -> Client:
+    """What ``make`` makes of the membership, and of a new store's name, spec and plan. ``late``: as for `join_store`.
 
     Raises `ArgumentError`, `Unsupported`, `PlanMismatch`, `JobEnded` or `WaitTimeout`.
     """
     if not worker.num_servers:
         raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
+    if worker.joins and not late:
+        raise Unsupported(
+            "a worker that joins a job which has begun can join the stores of PyTorch's optimizers, and no others yet: "
+            "not those of keys, rows and sparse embeddings, nor MXNet's and Keras's"
+        )
     plan = spec.plan(worker.num_servers)
     name = worker.next_store()
     try:

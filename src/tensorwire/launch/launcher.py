@@ -124,7 +124,8 @@ class Launcher:
         self._running: dict[str, int] = {}  # name -> process group
         self._groups: list[int] = []
         self._statuses: dict[str, int] = {}
-        self._lost: dict[str, float] = {}  # without these the job goes on; when they have to be gone
+        self._lost: set[str] = set()  # without these the job goes on
+        self._late: dict[int, float] = {}  # by process: when it has to be gone, because it is out of the job
         self._servers: list[Child] = []
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the only queue a signal handler may put into
         self._stops = Stops(self._beat, self._lost_after)
@@ -355,7 +356,10 @@ class Launcher:
         """The job goes on without these."""
         until = time.monotonic() + self._leave_seconds
         lost = {member_name("worker", rank): how for rank, how in membership.lost.items()}
-        self._lost = {name: self._lost.get(name, until) for name in lost}
+        for name in lost.keys() - self._lost:
+            if name in self._running:
+                self._late[self._running[name]] = until
+        self._lost = set(lost)
         self._wanted = {name for name, how in lost.items() if not how.left}
         self._restart_lost()
 
@@ -377,8 +381,9 @@ class Launcher:
 
     def _end_lost(self, *, now: bool = False) -> None:
         """Ends what is out of the job, and has not left by itself, such as a process that was stopped."""
-        late = [n for n, until in self._lost.items() if n in self._running and (now or time.monotonic() > until)]
-        signal_groups([self._running[name] for name in late], signal.SIGKILL)
+        there = set(self._running.values())
+        self._late = {pid: until for pid, until in self._late.items() if pid in there}
+        signal_groups([p for p, until in self._late.items() if now or time.monotonic() > until], signal.SIGKILL)
 
     def _report_stops(self) -> None:
         joined = self._coordinator.has_joined if self._coordinator is not None else lambda _: False

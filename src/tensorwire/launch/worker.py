@@ -167,6 +167,11 @@ class Worker:
         """Gives the last name back: the workers did not agree on that store, and servers know nothing of it."""
         self._stores -= 1
 
+    def refuse_to_change(self, what: str) -> None:
+        """Raises `Unsupported` in a job whose workers come and go, for what needs all of them to the end."""
+        if self.member.membership.survives:
+            raise Unsupported(f"{what} needs all workers to the end: start the job without min_workers")
+
     def steps_taken(self) -> int:
         """How many steps this worker's optimizer has taken; of several, the one with the fewest."""
         return min((optimizer.steps_taken for optimizer in self.optimizers), default=0)

@@ -105,6 +105,7 @@ def _kinds(args: tuple[Any, ...]) -> Any:
 
 def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
     worker = current_worker()
+    worker.refuse_to_change("a function that is cut over workers")
     imported, analysis = _analyzed(function, name, worker)
     plan = analysis.plan
     servers = plan.workers[worker.num_workers :]

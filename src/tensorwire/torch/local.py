@@ -53,7 +53,7 @@ class LocalTraining:
         spec = local_spec(
             mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression, shards, publish
         )
-        self.client: StoreClient = join_store(worker, spec)
+        self.client: StoreClient = join_store(worker, spec, late=True)
         self.client.course = course
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())

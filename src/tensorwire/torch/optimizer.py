@@ -181,7 +181,8 @@ class StoreOptimizer(OptimizerState):
         if origin.state is not None:
             self.load_state_dict(origin.state)
         if every is not None:
-            self._publishing = Publishing(self._worker.rank, every, lambda: this._client)
+            first = self._worker.rank == 0 and not self._worker.joins  # else versions ended with the one before it
+            self._publishing = Publishing(0 if first else 1, every, lambda: this._client)
             self._worker.say_published()
             self._publishing.publish()
 

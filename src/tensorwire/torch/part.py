@@ -134,7 +134,7 @@ class Part:
             overlap=settings.overlap,
             publish=settings.publish,
         )
-        return join_store(worker, spec)
+        return join_store(worker, spec, late=True)
 
     @property
     def plan(self) -> StorePlan:

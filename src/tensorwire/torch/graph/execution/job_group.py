@@ -12,7 +12,8 @@ _groups: weakref.WeakKeyDictionary[Worker, WorkerGroup] = weakref.WeakKeyDiction
 
 
 def group_of(worker: Worker) -> WorkerGroup:
-    """Of the job of ``worker``; made once, closed with it."""
+    """Of the job of ``worker``; made once, closed with it. Raises `Unsupported` where workers come and go."""
+    worker.refuse_to_change("a model that is cut over workers")
     if worker not in _groups:
         _groups[worker] = group = WorkerGroup(worker.member, worker.num_workers, step_timeout())
         worker.at_close(group.leave)
