@@ -16,7 +16,7 @@ from tensorwire.observe import failpoints
 from tensorwire.store import SSP, Async, DiLoCo, KeyValue, LocalSGD, Sync
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Mode
-from tensorwire.trace.push_fates import read_fates
+from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import Ended, run_job
 from tests.levels import mostly_long
 from tests.store.test_modes import Replay
@@ -50,8 +50,11 @@ def train(job: tw.Job, mode: Mode, state: str, options: dict[str, Any]) -> dict[
 
 
 def fates_in(folder: Path) -> list[Fate]:
-    found = [line for line in read_fates([folder]) if isinstance(line, Fate)]
-    pushes = [(f.shard, f.bucket, f.worker, f.incarnation, f.round) for f in found]
+    """The fates of a job, which add up, also those of processes that were killed."""
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    found = [line for line in lines if isinstance(line, Fate)]
+    pushes = [(f.store, f.shard, f.bucket, f.worker, f.incarnation, f.round) for f in found]
     assert len(pushes) == len(set(pushes)), "a push has two fates"
     return found
 
@@ -77,7 +80,11 @@ def test_the_others_go_on_in_every_mode(device: str, mode: Mode, state: str, tmp
     for worker in (0, 2):
         assert {f.round for f in fates if f.worker == worker} == set(range(2, STEPS + 2)), "round 1 set the values"
     assert max(f.round for f in fates if f.worker == 1) <= AT + 1
+    zero, one, two = totals(read_fates([tmp_path]))
+    assert zero.lost == two.lost == 0
+    assert one.produced == one.applied + one.merged + one.discarded + one.lost
     if isinstance(mode, Sync):
+        assert one.lost == 0, "what was counted had been sent"
         check_sync(found, fates)
 
 
@@ -149,25 +156,23 @@ def count_pushes(job: tw.Job, mode: Sync | Async | SSP) -> list[list[float]]:
             os.kill(os.getpid(), signal.SIGKILL)
         kv.push("b", np.tile(mine, (3000, 1)))
         seen = [kv.pull("a").wait(), kv.pull("b").wait()[-1], kv.row_sparse_pull("rows", np.array([3])).wait()[0]]
-    if not isinstance(mode, Sync):  # the other survivor may be behind
-        while min(kv.pull("a").wait()[[0, 2]]) < STEPS or min(kv.pull("b").wait()[-1][[0, 2]]) < STEPS:
-            pass
-        while min(kv.row_sparse_pull("rows", np.array([3])).wait()[0][[0, 2]]) < STEPS:
-            pass
+    least = np.array([STEPS, AT, STEPS])  # without common rounds others may be behind, also the one that is killed
+    while not isinstance(mode, Sync) and any((one < least).any() for one in seen):
         seen = [kv.pull("a").wait(), kv.pull("b").wait()[-1], kv.row_sparse_pull("rows", np.array([3])).wait()[0]]
     return [one.tolist() for one in seen]
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 @pytest.mark.parametrize("mode", [Sync(), Async(), SSP(staleness=1)], ids=repr)
-def test_pushes_to_keys_and_rows_count_once(device: str, mode: Sync | Async | SSP) -> None:
-    ended = run_job(count_pushes, mode, workers=WORKERS, servers=2, device=device, min_workers=1)
+def test_pushes_to_keys_and_rows_count_once(device: str, mode: Sync | Async | SSP, tmp_path: Path) -> None:
+    ended = run_job(count_pushes, mode, workers=WORKERS, servers=2, device=device, fates=tmp_path, min_workers=1)
     for of_a, of_b, of_rows in survivors(ended):
         for key in (of_a, of_b, of_rows):
             assert [key[0], key[2]] == [STEPS, STEPS]
         assert of_b[1] == AT
         assert of_a[1] in (AT, AT + 1)
         assert of_rows[1] in (AT, AT + 1)
+    fates_in(tmp_path)
 
 
 # ---- without a clear end of the process

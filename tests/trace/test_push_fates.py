@@ -12,7 +12,7 @@ from tensorwire.cli.audit import audit
 from tensorwire.cli.run import run
 from tensorwire.control.frames import Welcome
 from tensorwire.errors import ArgumentError
-from tensorwire.store.fates import Begun, Ended, Fate, FateLog, Fates, Line, Produced, Sent
+from tensorwire.store.fates import Begun, Ended, Fate, FateLog, Fates, GaveUp, Line, Produced, Sent
 from tensorwire.trace.push_fates import by_job, problems, read_fates, totals
 
 WELCOME = Welcome("abc", 0, workers=2, servers=1, beat=1.0, lost_after=10.0)
@@ -39,6 +39,45 @@ def test_what_adds_up() -> None:
     first, second = totals(GOOD)
     assert (first.produced, first.applied, first.merged, first.discarded) == (2, 1, 1, 0)
     assert (second.produced, second.merged, second.discarded, second.reasons) == (2, 1, 1, ("the norm is not finite",))
+
+
+LOST: list[Line] = [
+    *BEGUN,
+    *FATES[:4],
+    Produced("store/0", 0, 0, 2),
+    GaveUp("store/0", 0, 1, 0),
+    ENDED[0],
+    ENDED[2],
+]
+
+
+@pytest.mark.parametrize(("sent", "lost"), [(2, 0), (3, 1)])
+def test_a_worker_that_was_lost_adds_up(sent: int, lost: int) -> None:
+    lines = [*LOST, Produced("store/0", 0, 1, sent)]
+    assert problems(lines) == []
+    assert totals(lines)[1].lost == lost
+
+
+@pytest.mark.parametrize("sent", [1, 4])
+def test_a_lost_worker_does_not_explain_everything(sent: int) -> None:
+    """One bucket, and one push of it that may have been on its way."""
+    (problem,) = problems([*LOST, Produced("store/0", 0, 1, sent)])
+    assert f"{sent - 2} pushes of worker 1 to shard 0 are lost with it, and 1 can have been on their way" in problem
+
+
+def test_counts_outlive_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORWIRE_FATES", str(tmp_path))
+    again = msgspec.structs.replace(WELCOME, incarnation=1)
+    for welcome, sent in ((WELCOME, 5), (again, 7)):
+        log = FateLog(welcome, "store/0", "worker 1")
+        log.counts(1, 2)[1] += sent
+        assert log._file is not None
+        log._file.close()  # and no end
+    lines = by_job(read_fates([tmp_path]))["abc"]
+    assert [line for line in lines if isinstance(line, Produced) and line.pushes] == [
+        Produced("store/0", 1, 1, 7, 1),
+        Produced("store/0", 1, 1, 5, 0),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The fate of every push. Counters always keep totals; with ``TENSORWIRE_FATES``, files keep each fate.
 
 The variable names a folder, in which each server and worker of a machine writes JSON lines: first `Begun`, then a
-server one `Fate` per push to one of its buckets and a worker each push that it `Produced`, and last `Ended`. A process
-that fails or is killed leaves a file without an end. File names begin with the job's, so several jobs may share a
-folder.
+server one `Fate` per push to one of its buckets, and whom it `GaveUp`, and a worker how many it has `Produced`; last
+`Ended`. A process that fails or is killed leaves a file without an end. A worker's counts lie in a file that it maps,
+too, and outlive it. File names begin with the job's, so several jobs may share a folder.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tensorwire.control.frames import Welcome
 from tensorwire.control.names import member_name
@@ -26,10 +28,11 @@ _LINES = 1000  # that are written together
 Members = Annotated[int, msgspec.Meta(ge=0, le=MOST_MEMBERS)]
 
 
-class Begun(msgspec.Struct, frozen=True, tag="begun"):
+class Begun(msgspec.Struct, frozen=True, tag="begun", omit_defaults=True):
     """A log's first line: ``process``, such as ``worker 0``, takes part in ``store``.
 
-    So do all ``workers`` and ``servers`` of ``job``.
+    So do all ``workers`` and ``servers`` of ``job``. ``incarnation``: which process of that name it is. ``ahead``: of a
+    server, how many pushes of one worker to one of its buckets may be on their way.
     """
 
     job: str
@@ -37,6 +40,8 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     process: str
     workers: Members
     servers: Members
+    incarnation: int = 0
+    ahead: int = 1
 
 
 class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
@@ -69,13 +74,23 @@ class Sent(NamedTuple):
     round: int
 
 
-class Produced(msgspec.Struct, frozen=True, tag="produced"):
-    """``worker`` has sent ``pushes`` to a shard in all, and left in good order."""
+class Produced(msgspec.Struct, frozen=True, tag="produced", omit_defaults=True):
+    """``worker`` has sent ``pushes`` to a shard in all. ``incarnation``: which process of that rank it was."""
 
     store: str
     shard: int
     worker: int
     pushes: int
+    incarnation: int = 0
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag="gave up"):
+    """The worker of that rank and incarnation is lost: what of it has not come to a shard never will."""
+
+    store: str
+    shard: int
+    worker: int
+    incarnation: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -85,26 +100,57 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     process: str
 
 
-Line = Begun | Fate | Produced | Ended
+Line = Begun | Fate | Produced | GaveUp | Ended
+
+
+class Counting(msgspec.Struct, frozen=True):
+    """What begins a file of counts: those of ``worker`` by shard, 8 bytes each, follow at `COUNTS`."""
+
+    job: str
+    store: str
+    worker: int
+    incarnation: int
+    shards: int
+
+
+COUNTS = 4096  # where they lie
 
 
 class FateLog:
     """The lines of ``process`` about one store of a job; nothing, where no folder is named. Any thread may call.
 
-    ``shard``: of a server's log, which is about one of its shards.
+    ``shard``: of a server's log, which is about one of its shards. ``ahead``: as for `Begun`.
 
     Raises `ArgumentError` where the folder cannot be written to.
     """
 
-    def __init__(self, welcome: Welcome, store: str, process: str, shard: int | None = None) -> None:
+    def __init__(self, welcome: Welcome, store: str, process: str, shard: int | None = None, *, ahead: int = 1) -> None:
         self._lines: list[Line] = []
         self._lock = threading.Lock()
         self._end = Ended(store, process)
+        self._welcome, self._store = welcome, store
         about = process if shard is None else f"shard {shard}"
-        self._file = _open(f"{welcome.job}-{store.replace('/', '-')}-{about.replace(' ', '-')}")
+        number = f".{welcome.incarnation}" if welcome.incarnation else ""
+        self._name = f"{welcome.job}-{store.replace('/', '-')}-{about.replace(' ', '-')}{number}"
+        self._file = _open(f"{self._name}.jsonl")
         if self._file is not None:
-            self._lines.append(Begun(welcome.job, store, process, welcome.workers, welcome.servers))
+            job = (welcome.job, store, process, welcome.workers, welcome.servers)
+            self._lines.append(Begun(*job, welcome.incarnation, ahead))
             self._write(self._file)
+
+    def counts(self, worker: int, shards: int) -> npt.NDArray[np.uint64]:
+        """Zeros, a number for each shard, which outlive this process where there is a file.
+
+        Raises `ArgumentError` where the folder cannot be written to.
+        """
+        file = None if self._file is None else _open(f"{self._name}.counts", "w+b")
+        if file is None:
+            return np.zeros(shards, np.uint64)
+        head = Counting(self._welcome.job, self._store, worker, self._welcome.incarnation, shards)
+        with file:
+            file.write(msgspec.json.encode(head).ljust(COUNTS) + bytes(8 * shards))
+            file.flush()
+            return np.memmap(file, np.uint64, "r+", COUNTS, (shards,))
 
     def add(self, *lines: Line) -> None:
         """Keeps lines; soon they are in the file."""
@@ -135,13 +181,13 @@ class FateLog:
         self._lines.clear()
 
 
-def _open(name: str) -> BinaryIO | None:
+def _open(name: str, mode: str = "wb") -> BinaryIO | None:
     folder = os.environ.get("TENSORWIRE_FATES")
     if not folder:
         return None
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return (Path(folder) / f"{name}.jsonl").open("wb")
+        return cast(BinaryIO, (Path(folder) / name).open(mode))
     except OSError as error:
         raise ArgumentError(f"TENSORWIRE_FATES: cannot write to {folder}: {error.strerror}") from None
 
@@ -149,9 +195,13 @@ def _open(name: str) -> BinaryIO | None:
 class Fates:
     """The fates of all pushes to one shard of a store."""
 
-    def __init__(self, welcome: Welcome, store: str, shard: int) -> None:
+    def __init__(self, welcome: Welcome, store: str, shard: int, *, ahead: int = 1) -> None:
         self._store, self._shard = store, shard
-        self._log = FateLog(welcome, store, member_name("server", shard % welcome.servers), shard)
+        self._log = FateLog(welcome, store, member_name("server", shard % welcome.servers), shard, ahead=ahead)
+
+    def gave_up(self, worker: int, incarnation: int) -> None:
+        """A worker is lost, and what it has not sent never comes."""
+        self._log.add(GaveUp(self._store, self._shard, worker, incarnation))
 
     def closed(
         self,

@@ -164,6 +164,7 @@ class Lockstep:
         """A channel ended with ``error``: the worker is out of the job, or that ends."""
         self.shard.await_loss(rank, error)
         self._members = self._members.lose(rank)
+        self.fates.gave_up(rank, self.workers[rank].incarnation)
         with self._changed:
             self._watching -= {rank}
             self._coming -= {rank}

@@ -328,6 +328,7 @@ class _Rounds:
             self._run()
         except PeerLost as error:
             self._shard.await_loss(self.worker, error)
+            self._shard.fates.gave_up(self.worker, self.incarnation)
             self._clocks.lose(self.worker)
 
     def _run(self) -> None:

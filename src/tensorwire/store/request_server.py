@@ -87,6 +87,7 @@ class RequestServer:
 
     def _lose_in(self, number: int, store: RequestStore, worker: int) -> None:
         store.lose(worker)
+        store.fates.gave_up(worker, store.peers[worker].incarnation)
         self._finish(number, worker)
 
     def _stores_of(self, worker: int) -> list[tuple[int, RequestStore]]:

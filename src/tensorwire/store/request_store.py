@@ -18,7 +18,7 @@ from tensorwire.store.admission import check_versions
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
-from tensorwire.store.request_link import Request, RequestOperation
+from tensorwire.store.request_link import DEPTH, Request, RequestOperation
 from tensorwire.store.rounds import Members
 from tensorwire.store.sharding import Bucket
 from tensorwire.store.store_layout import StoreSpec
@@ -72,7 +72,7 @@ class RequestStore:
         self.bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
         self.members = Members(frozenset(member.membership.workers))
         self.option_bytes = 8 * len(spec.numeric)
-        self.fates = Fates(member.client.welcome, name, self.index)
+        self.fates = Fates(member.client.welcome, name, self.index, ahead=DEPTH)
 
     def handle(self, worker: int, request: Request) -> bool:
         """Does what a worker asks, or notes it for when others have come; each worker's requests in their order.

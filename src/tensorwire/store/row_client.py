@@ -48,7 +48,7 @@ class RowClient(RequestClient):
         with self._unit("a push"):
             parts = self._parts(indices)
             numbers = [server.ask_for(RequestOperation.PUSH, indices[at], rows[at], options) for server, at in parts]
-            self.produced = [pushes + 1 for pushes in self.produced]
+            self.produced += 1
         counters.add(pushes=len(numbers))
         return numbers
 

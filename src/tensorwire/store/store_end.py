@@ -34,9 +34,9 @@ class StoreEnd:
         self.course = Course(member)
         self.step = 0  # rounds begun; -1: this worker has left
         self.asks = 0  # for the rule's state, that are known to have been published
-        self.produced = [0] * plan.shards  # pushes of gradients, by shard
         self._kept: list[Region] = []  # memory that is given back in the end
         self._log = FateLog(member.client.welcome, name, member.name)
+        self.produced = self._log.counts(member.index, plan.shards)  # pushes of gradients, by shard
 
     @property
     def channels(self) -> list[Channel]:
@@ -70,5 +70,6 @@ class StoreEnd:
                 region.close()
         finally:
             self.step = -1
-        self._log.add(*(Produced(self.name, s, self.member.index, pushes) for s, pushes in enumerate(self.produced)))
+        mine = (self.member.index, self.member.client.welcome.incarnation)
+        self._log.add(*(Produced(self.name, s, mine[0], int(n), mine[1]) for s, n in enumerate(self.produced)))
         self._log.close()
