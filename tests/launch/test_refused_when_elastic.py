@@ -49,9 +49,10 @@ def test_collectives_after_a_loss() -> None:
     assert ended.errors == ["", "died", ""]
 
 
-def make_keys(job: tw.Job) -> None:
-    kv = KeyValue(Async(), "sum")
+def publish_keys(job: tw.Job) -> None:
+    kv = KeyValue(Async(), "sum", publish=True)
     kv.init("a", np.zeros(3, "f4"))
+    kv.publish()
     kv.push("a", np.ones(3, "f4"))
     kv.pull("a").wait()
     if job.rank == 1:
@@ -60,7 +61,7 @@ def make_keys(job: tw.Job) -> None:
         pass
 
 
-def test_a_worker_cannot_join_keys() -> None:
-    ended = run_job(make_keys, min_workers=1, again=[1])
+def test_a_worker_cannot_join_versions_of_keys() -> None:
+    ended = run_job(publish_keys, min_workers=1, again=[1])
     assert ended.cause is None, ended.cause
-    assert "Unsupported: a worker that joins a job which has begun can join the stores of PyTorch" in ended.errors[1]
+    assert "Unsupported: a worker that joins a job which has begun joins the stores of PyTorch" in ended.errors[1]

@@ -526,12 +526,12 @@ class KeyValue(RowKeys, PublishedCalls):
             compression=self._compression,
             **named_by(self._rule, self._group),
         )
-        store = join_with(self._worker, spec, KeyClient)
+        store = join_with(self._worker, spec, KeyClient, late=True)
         store.course = self._calls.course
         self._stores.append(store)
         for tensor, entry in enumerate(entries):
             entry.place(store, tensor)
-        if self.rank == 0:
+        if self.rank == 0 and not self._worker.joins:
             with store.course.unit("init()"):
                 for entry, value in zip(entries, values, strict=True):
                     store.fill(entry.tensor, value)

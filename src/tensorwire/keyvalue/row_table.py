@@ -78,13 +78,13 @@ class Table:
             table=settings,
             **named_by(rule, self._group),
         )
-        self.client = join_with(worker, spec, RowClient)
+        self.client = join_with(worker, spec, RowClient, late=True)
         self.client.course = self.calls.course
         self._pulling: TablePull | None = None
         self._last: list[int] = []  # requests that the last push took
         self._finish = partial(finish_all, self.calls.lock, [self.client])
         worker.at_close(self._finish, owner=self)
-        if worker.rank == 0:
+        if worker.rank == 0 and not worker.joins:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
             self.client.announce(RequestOperation.READY, self._options)

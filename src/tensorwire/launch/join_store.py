@@ -38,8 +38,8 @@ def join_with(
         raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
     if worker.joins and not late:
         raise Unsupported(
-            "a worker that joins a job which has begun can join the stores of PyTorch's optimizers, and no others yet: "
-            "not those of keys, rows and sparse embeddings, nor MXNet's and Keras's"
+            "a worker that joins a job which has begun joins the stores of PyTorch's optimizers, keys and rows, and no "
+            "others yet: neither Keras's, nor versions of keys"
         )
     plan = spec.plan(worker.num_servers)
     name = worker.next_store()

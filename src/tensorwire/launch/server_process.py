@@ -224,6 +224,7 @@ def serve(member: Member) -> None:
     start = partial(_start, threads)
     requests = RequestServer(member, partial(_fail, member))
     admissions = Admissions(member, partial(_fail, member))
+    admissions.add(requests)
     try:
         _load_framework(member)
         for number in itertools.count():

@@ -19,7 +19,7 @@ from tensorwire.store.arithmetic import NAMED, ArrayFunction, reduced
 from tensorwire.store.find_rule import array_function
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.kept import Held, load_held, outline, value_of
-from tensorwire.store.pushes import WRITER, Push
+from tensorwire.store.pushes import WRITER, Push, source_of
 from tensorwire.store.rule_names import ELASTIC, KEEP, is_foreign
 from tensorwire.store.rule_options import OptionsInForce, numbers_in
 from tensorwire.store.sharding import Bucket, Piece, StorePlan
@@ -96,8 +96,8 @@ class Rule:
         self.reduce(bucket, pushes, float(len(pushes)) if self.spec.reduce == "mean" else 1.0, keep=True)
         self.apply(bucket, 0)
 
-    def let_go(self, source: int) -> None:
-        """No push comes from ``source`` any more, which is what `Push.worker` says: its memory is not to be kept."""
+    def let_go(self, worker: int, incarnation: int) -> None:
+        """No push comes from a process any more: its memory is not to be kept."""
 
     def state(self) -> Iterator[Iterable[Item]]:
         """All that is kept beside the parameters, to be saved: a part for each bucket."""
@@ -188,9 +188,10 @@ class PieceValues(Held):
             self._slots[push.worker] = self.view(push.slot, 0)
         return self._slots[push.worker]
 
-    def let_go(self, source: int) -> None:
+    def let_go(self, worker: int, incarnation: int) -> None:
         """As `Rule.let_go`."""
-        self._slots.pop(source, None)
+        for kept in (False, True):
+            self._slots.pop(source_of(worker, incarnation, kept=kept), None)
 
     def reduce(self, pushes: Sequence[Push], divisor: float) -> None:
         """Their sum, in their order, each times its weight, over ``divisor``."""
@@ -273,9 +274,9 @@ class Pieces(Rule):
             if part.half:
                 part.put(part.master, out)
 
-    def let_go(self, source: int) -> None:
+    def let_go(self, worker: int, incarnation: int) -> None:
         for part in chain.from_iterable(self._values):
-            part.let_go(source)
+            part.let_go(worker, incarnation)
 
     def state(self) -> Iterator[Iterable[Item]]:
         return (chain.from_iterable(part.saved() for part in parts) for parts in self._values)

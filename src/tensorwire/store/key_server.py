@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from tensorwire.store.consensus import Disagreement
 from tensorwire.store.fates import Sent
 from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
-from tensorwire.store.pushes import WRITER, Push
+from tensorwire.store.pushes import WRITER, Push, source_of
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import Members, is_due, may_read
@@ -53,6 +53,7 @@ class _Bucket:
 
     lock: threading.Lock
     clocks: dict[int, int]  # by worker: pushes so far
+    new: set[int] = field(default_factory=set)  # workers that joined, and have not pushed it yet: nobody waits for them
     version: int = 0
     here: list[_Contribution] = field(default_factory=list)  # the round's pushes
     waiting: list[tuple[_Peer, int]] = field(default_factory=list)  # who waits for values, with its clock
@@ -63,7 +64,7 @@ class KeyServer(RequestStore):
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int) -> None:
         super().__init__(member, name, spec)
-        ranks = sorted(self.members.active)
+        ranks = sorted(self.first)
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, len(ranks)), member.name)
         self._telling = telling(spec.mode)
@@ -73,7 +74,7 @@ class KeyServer(RequestStore):
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
-        self.peers: dict[int, _Peer] = {rank: _Peer(self, rank) for rank in ranks}
+        self.peers: dict[int, _Peer] = {rank: self._make_peer(rank, n) for rank, n in self.first.items()}
         for peer in self.peers.values():
             peer.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
@@ -142,7 +143,7 @@ class KeyServer(RequestStore):
                 self.before_write((index,))
                 self.rule.update(index, (peer.pushes[index],), request.options)
                 bucket.version += 1
-                bucket.clocks[peer.index] += 1
+                self._count(peer, bucket)
                 if self.fates.wanted:
                     self._log(index, [peer])
                 if wants:
@@ -170,14 +171,14 @@ class KeyServer(RequestStore):
             with bucket.lock:
                 if any(other.peer is peer for other in bucket.here):
                     raise ProtocolError(f"{peer.name} pushed bucket {index} twice in one round")
-                bucket.clocks[peer.index] += 1
+                self._count(peer, bucket)
                 bucket.here.append(_Contribution(peer, request.options, wants))
                 self._close_if_due(index)
 
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not is_due(self.members, {each.peer.index for each in bucket.here}):
+        if not is_due(self._members_of(bucket), {each.peer.index for each in bucket.here}):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.peer.index), []
         peers = [each.peer for each in here]
@@ -206,7 +207,7 @@ class KeyServer(RequestStore):
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self.bound is not None:
-            return may_read(self.members, bucket.clocks, peer.index, clock, self.bound)
+            return may_read(self._members_of(bucket), bucket.clocks, peer.index, clock, self.bound)
         return not any(other.peer is peer for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
@@ -233,6 +234,32 @@ class KeyServer(RequestStore):
         if worker == 0 and not self._ready.is_set():
             raise Disagreement(worker, f"was lost before the keys of {self.name} had their first values")
         self._go_on(self.peers[worker], self.members.lose)
+
+    def _make_peer(self, worker: int, incarnation: int) -> _Peer:
+        return _Peer(self, worker, incarnation)
+
+    def _let_in(self, peer: RequestPeer) -> None:
+        assert isinstance(peer, _Peer)
+        with self.at_rest():
+            before = self.peers.get(peer.index)
+            if before is not None:
+                self.rule.let_go(before.index, before.incarnation)
+            self.peers = dict(sorted({**self.peers, peer.index: peer}.items()))
+            for bucket in self._buckets:
+                bucket.new.add(peer.index)
+            self.members = self.members.join(peer.index)
+
+    def _members_of(self, bucket: _Bucket) -> Members:
+        """Those for whom the rounds of a bucket wait."""
+        return replace(self.members, active=self.members.active - bucket.new) if bucket.new else self.members
+
+    def _count(self, peer: _Peer, bucket: _Bucket) -> None:
+        """A worker has pushed. One that joined takes part from then on, as far as the slowest of the others."""
+        if peer.index in bucket.new:
+            others = [bucket.clocks[w] for w in self._members_of(bucket).active]
+            bucket.clocks[peer.index] = min(others, default=bucket.version)
+            bucket.new.discard(peer.index)
+        bucket.clocks[peer.index] += 1
 
     def _go_on(self, peer: _Peer, without: Callable[[int], Members]) -> None:
         with self.at_rest():
@@ -264,18 +291,19 @@ class KeyServer(RequestStore):
 class _Peer(RequestPeer):
     """What this server shares with one worker."""
 
-    def __init__(self, server: KeyServer, index: int) -> None:
+    def __init__(self, server: KeyServer, index: int, incarnation: int) -> None:
         plan = server.plan
         buckets = plan.buckets[server.index]
         room = max(PAGE, plan.shard_bytes[server.index])
-        super().__init__(server.member, server.name, index, room, room)
+        super().__init__(server.member, server.name, index, incarnation, room, room)
         self._server = server
         self.left = False  # its memory may be gone
         memory = memoryview(self.inbox)
         self.slots = [memory[b.shard : b.shard + b.nbytes] for b in buckets]
         self._decoders = decoders(server.spec, buckets)
         decoded = zip(self.slots, self._decoders, strict=True)
-        self.pushes = [Push(index, slot if d is None else d.memory, b"\1") for slot, d in decoded]
+        source = source_of(index, incarnation)
+        self.pushes = [Push(source, slot if d is None else d.memory, b"\1") for slot, d in decoded]
         self._answered = [0] * len(buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []

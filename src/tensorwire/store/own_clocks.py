@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from tensorwire.control.settings import MOST_MEMBERS
 from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
@@ -25,7 +24,7 @@ from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.fates import Sent
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
-from tensorwire.store.pushes import Push
+from tensorwire.store.pushes import Push, source_of
 from tensorwire.store.rounds import is_complete, is_due, is_late
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
@@ -407,7 +406,8 @@ class _Rounds:
             self._kept[bucket] = memoryview(bytearray(len(push.slot)))
         self._kept[bucket][:] = push.slot
         counters.add(copies=1, copied_bytes=len(push.slot))
-        return push._replace(worker=push.worker + MOST_MEMBERS, slot=self._kept[bucket])
+        source = source_of(self.worker, self.incarnation, kept=True)
+        return push._replace(worker=source, slot=self._kept[bucket])
 
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs."""

@@ -53,7 +53,7 @@ class PublishedKeys(RequestStore):
         for part in plans:
             self._firsts.append(len(self._buckets))
             self._buckets += part.buckets[self.index]
-        self.peers = {rank: RequestPeer(member, name, rank, PAGE, PAGE) for rank in sorted(self.members.active)}
+        self.peers: dict[int, RequestPeer] = {rank: self._make_peer(rank, n) for rank, n in self.first.items()}
         for peer in self.peers.values():
             peer.open()
         self._publisher: Publisher | None = None
@@ -69,6 +69,12 @@ class PublishedKeys(RequestStore):
         self._writers = [
             Writers(store, fail) for store in stores if isinstance(store, KeyServer) and takes_writers(store.spec)
         ]
+
+    def _make_peer(self, worker: int, incarnation: int) -> RequestPeer:
+        return RequestPeer(self.member, self.name, worker, incarnation, PAGE, PAGE)
+
+    def _let_in(self, peer: RequestPeer) -> None:
+        self.peers = dict(sorted({**self.peers, peer.index: peer}.items()))
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""

@@ -284,8 +284,8 @@ class StoreRequests:
 class RequestInbox:
     """A server's end of the link to one worker."""
 
-    def __init__(self, member: Member, worker: int) -> None:
-        self.worker, self.name = worker, member_name("worker", worker)
+    def __init__(self, member: Member, worker: int, incarnation: int) -> None:
+        self.worker, self.name, self.incarnation = worker, member_name("worker", worker), incarnation
         self._member, self._channel = member, member.channel(self.name)
         region = self._channel.device.allocate(WORD + DEPTH * ENTRY)
         memory = memoryview(region)
@@ -294,7 +294,7 @@ class RequestInbox:
         show(member, _LINK, self.name, region)
 
     def open(self) -> None:
-        """Makes the way back, once the worker has said where its memory is. Raises `WaitTimeout` or `JobEnded`."""
+        """Makes the way back, once the worker has said where its memory is. Raises as `find`."""
         words, _ = find(self._member, _LINK, self.name)
         self._channel.map(words.view())  # where that can be: not in the middle of a request
         self._ring.credit_to(self._channel, words.view(0, 8))

@@ -13,7 +13,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
 from tensorwire.device.mapped import unmap
-from tensorwire.errors import ProtocolError
+from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.store.admission import check_versions
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
@@ -30,9 +30,8 @@ class RequestPeer:
 
     theirs: RemoteRegion
 
-    def __init__(self, member: Member, store: str, worker: int, nbytes: int, source: int) -> None:
-        self.index, self.name = worker, member_name("worker", worker)
-        self.incarnation = member.membership.workers.get(worker, 0)
+    def __init__(self, member: Member, store: str, worker: int, incarnation: int, nbytes: int, source: int) -> None:
+        self.index, self.name, self.incarnation = worker, member_name("worker", worker), incarnation
         self.channel = member.channel(self.name)
         device = self.channel.device
         self.inbox = device.allocate(nbytes)
@@ -70,7 +69,8 @@ class RequestStore:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
         self.together = isinstance(spec.mode, Sync)
         self.bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
-        self.members = Members(frozenset(member.membership.workers))
+        self.first = dict(member.membership.workers)  # of the workers that it begins with: which incarnation
+        self.members = Members(frozenset(self.first))
         self.option_bytes = 8 * len(spec.numeric)
         self.fates = Fates(member.client.welcome, name, self.index, ahead=DEPTH)
 
@@ -79,6 +79,32 @@ class RequestStore:
 
         Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
         """
+        raise NotImplementedError
+
+    def incarnation(self, worker: int) -> int | None:
+        """That of the worker of a rank that this store knows, if there is one."""
+        peer = self.peers.get(worker)
+        return None if peer is None else peer.incarnation
+
+    def admit(self, worker: int, incarnation: int) -> None:
+        """Lets a worker join. Waits until it has come to this store. Raises `PeerLost` where it is lost before."""
+        peer = self._make_peer(worker, incarnation)
+        while True:
+            try:
+                peer.open()
+                break
+            except WaitTimeout:
+                self.member.check()
+        before = self.peers.get(worker)
+        self._let_in(peer)
+        if before is not None and self.member.is_settled(before.channel):
+            before.close()
+
+    def _make_peer(self, worker: int, incarnation: int) -> RequestPeer:
+        raise NotImplementedError
+
+    def _let_in(self, peer: RequestPeer) -> None:
+        """Requests of that worker are from now on those of ``peer``."""
         raise NotImplementedError
 
     def lose(self, worker: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from tensorwire.store.consensus import Disagreement
 from tensorwire.store.fates import Sent
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
-from tensorwire.store.rounds import divisor, is_due, may_read
+from tensorwire.store.rounds import Members, divisor, is_due, may_read
 from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, RowRequest, divide, merge, rows_of_bucket
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
@@ -40,7 +41,7 @@ class RowServer(RequestStore):
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, servers: int) -> None:
         super().__init__(member, name, spec)
-        ranks = sorted(self.members.active)
+        ranks = sorted(self.first)
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]
@@ -51,12 +52,13 @@ class RowServer(RequestStore):
         self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
         draw(self.table, self.values, first)
         self.rule = make_row_rule(spec, first, self.values)
-        self.peers: dict[int, _Peer] = {rank: _Peer(self, rank) for rank in ranks}
+        self.peers: dict[int, _Peer] = {rank: self._make_peer(rank, n) for rank, n in self.first.items()}
         for peer in self.peers.values():
             peer.open()
         self._lock = threading.Lock()  # guards all that follows, and the values
         self._clocks = dict.fromkeys(ranks, 0)  # pushes so far
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
+        self._new: set[int] = set()  # workers that joined, and have not pushed yet: nobody waits for them
         self._version = 0
         self._rows_of_bucket = rows_of_bucket(tensor.nbytes // tensor.shape[0], spec.bucket_bytes)
         self._ready = False
@@ -79,6 +81,28 @@ class RowServer(RequestStore):
                 while peer.waiting and self._serve(peer, peer.waiting[0]):
                     peer.end()
                     served = True
+
+    def _make_peer(self, worker: int, incarnation: int) -> _Peer:
+        return _Peer(self, worker, incarnation)
+
+    def _let_in(self, peer: RequestPeer) -> None:
+        assert isinstance(peer, _Peer)
+        with self._lock:
+            peer.changed[:] = True
+            self.peers = dict(sorted({**self.peers, peer.index: peer}.items()))
+            self._new.add(peer.index)
+            self.members = self.members.join(peer.index)
+
+    @property
+    def _waited_for(self) -> Members:
+        return replace(self.members, active=self.members.active - self._new) if self._new else self.members
+
+    def _count(self, worker: int) -> None:
+        """A worker has pushed. One that joined takes part from then on, as far as the slowest of the others."""
+        if worker in self._new:
+            self._clocks[worker] = min((self._clocks[w] for w in self._waited_for.active), default=self._version)
+            self._new.discard(worker)
+        self._clocks[worker] += 1
 
     def lose(self, worker: int) -> None:
         """As `RequestStore`. A part of a push that took several requests changes nothing."""
@@ -114,7 +138,7 @@ class RowServer(RequestStore):
     def _in_bound(self, worker: int) -> bool:
         if self.bound is None:
             return True
-        return may_read(self.members, self._clocks, worker, self._clocks[worker], self.bound)
+        return may_read(self._waited_for, self._clocks, worker, self._clocks[worker], self.bound)
 
     def _set(self, peer: _Peer, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
@@ -140,7 +164,7 @@ class RowServer(RequestStore):
         rows = peer.collect(request)
         if rows is None:
             return True
-        self._clocks[peer.index] += 1
+        self._count(peer.index)
         if not self.together:
             self._apply({peer.index: (rows, request.options)})
             return True
@@ -150,7 +174,7 @@ class RowServer(RequestStore):
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if is_due(self.members, self._here.keys()):
+        if is_due(self._waited_for, self._here.keys()):
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
             for worker in here:
@@ -213,9 +237,9 @@ class RowServer(RequestStore):
 class _Peer(RequestPeer):
     """What this server shares with one worker, and what that one has asked for."""
 
-    def __init__(self, server: RowServer, index: int) -> None:
+    def __init__(self, server: RowServer, index: int, incarnation: int) -> None:
         nbytes = server.places.nbytes
-        super().__init__(server.member, server.name, index, DEPTH * nbytes, ANSWERS * nbytes)
+        super().__init__(server.member, server.name, index, incarnation, DEPTH * nbytes, ANSWERS * nbytes)
         self._server, self._places = server, server.places
         memory = memoryview(self.inbox)
         self._slots = [memory[n * nbytes : (n + 1) * nbytes] for n in range(DEPTH)]

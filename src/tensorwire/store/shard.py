@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
-from tensorwire.control.settings import MOST_MEMBERS
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
@@ -21,7 +20,7 @@ from tensorwire.store.bucket_code import decoders
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
-from tensorwire.store.pushes import Push
+from tensorwire.store.pushes import Push, source_of
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
@@ -38,12 +37,11 @@ class WorkerLink:
 
     Attributes:
         incarnation: Of the worker.
-        source: Under which number rules know its pushes: each process of a rank has one of its own.
     """
 
     def __init__(self, server: Shard, index: int, incarnation: int) -> None:
         self.index, self.incarnation = index, incarnation
-        self.source = index + 2 * MOST_MEMBERS * incarnation
+        self._source = source_of(index, incarnation)
         self.name = member_name("worker", index)
         self.channel = server.member.channel(self.name)
         self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
@@ -84,7 +82,7 @@ class WorkerLink:
         decoder = self.decoders[bucket]
         if decoder is not None and any(present):
             decoder.decode(self._arriving[bucket])
-        return Push(self.source, self.slots[bucket], present, weight)
+        return Push(self._source, self.slots[bucket], present, weight)
 
     def open(self, server: Shard) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
@@ -188,8 +186,7 @@ class Shard:
         before = self.workers.pop(worker.index, None)
         self.workers = dict(sorted({**self.workers, worker.index: worker}.items()))
         if before is not None:
-            self.rule.let_go(before.source)
-            self.rule.let_go(before.source + MOST_MEMBERS)  # of what it pushed late
+            self.rule.let_go(before.index, before.incarnation)
             if self.member.is_settled(before.channel):
                 before.close()
 

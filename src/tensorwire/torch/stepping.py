@@ -95,6 +95,9 @@ class Stepping:
         """
         for part in self.parts:
             part.take_part()
+        for rows in self.rows:
+            rows.written = False
+            rows.show()
         if self._saved.pending:
             self._saved.loaded()
         self._pushed, self._left_out = self.parts[0].client.updates, False
