@@ -27,7 +27,7 @@ def test_help_teaches(sandbox: Sandbox) -> None:
         "tensorwire run --workers 2 --servers 1 -- python train.py",
         "export TENSORWIRE_SECRET_FILE=~/.tensorwire-secret",
         "--rendezvous HOST:PORT --nodes 2 --node 0",
-        "TENSORWIRE_LOST_AFTER",
+        "TENSORWIRE_FAILURE_TIMEOUT",
         "exit status",
     ):
         assert part in run.out
@@ -111,8 +111,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("TENSORWIRE_BEAT", "x"),
-        ("TENSORWIRE_LOST_AFTER", "0.5"),
+        ("TENSORWIRE_FAILURE_TIMEOUT", "x"),
+        ("TENSORWIRE_FAILURE_TIMEOUT", "0"),
         ("TENSORWIRE_GRACE", "-1"),
         ("TENSORWIRE_SERVER_THREADS", "x"),
         ("TENSORWIRE_SERVER_THREADS", "1000000000"),

@@ -73,13 +73,17 @@ def test_on_a_terminal_it_is_a_table(sandbox: Sandbox) -> None:
 
 
 def test_what_stops_a_job_is_one_line_with_what_to_do(sandbox: Sandbox) -> None:
-    environment = {"TENSORWIRE_DEVICE": "fax", "TENSORWIRE_IFACE": "nowhere0", "TENSORWIRE_LOST_AFTER": "0.5"}
+    environment = {"TENSORWIRE_DEVICE": "fax", "TENSORWIRE_IFACE": "nowhere0", "TENSORWIRE_FAILURE_TIMEOUT": "soon"}
     result = doctor(sandbox, "--json", **environment)
     assert result.status == 1
     lines = result.err.splitlines()
-    assert [line.split(":")[1].strip() for line in lines] == ["TENSORWIRE_DEVICE", "TENSORWIRE_IFACE", "heartbeat"]
+    assert [line.split(":")[1].strip() for line in lines] == [
+        "TENSORWIRE_DEVICE",
+        "TENSORWIRE_IFACE",
+        "failure timeout",
+    ]
     assert "one of auto, shm, tcp, verbs" in lines[0]
-    assert found(result)["settings"]["heartbeat"]["level"] == "stops"
+    assert found(result)["settings"]["failure timeout"]["level"] == "stops"
 
 
 @pytest.mark.skipif(has_active_port(), reason="there is RDMA here")

@@ -335,7 +335,7 @@ except OSError as error:
 @pytest.mark.parametrize("how", ["mute", "stopped"])
 def test_a_reader_without_signs_of_life_has_a_stale_file(sandbox: Sandbox, tmp_path: Path, how: str) -> None:
     """One that is stopped is lost to the job, too: what it hears of first is not known."""
-    keys = Keys(sandbox, tmp_path, BUFFERS="2", TENSORWIRE_BEAT="0.1", TENSORWIRE_LOST_AFTER=str(patient(2.0)))
+    keys = Keys(sandbox, tmp_path, BUFFERS="2", TENSORWIRE_FAILURE_TIMEOUT=str(patient(2.0)))
     words = tmp_path / "to-reader"
     os.mkfifo(words)
     script = sandbox.script(READ, init=False)

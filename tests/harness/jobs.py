@@ -50,7 +50,7 @@ def environment(address: str, secret: str, device: str, workers: int, servers: i
         "TENSORWIRE_WORKERS": str(workers),
         "TENSORWIRE_SERVERS": str(servers),
         "TENSORWIRE_GRACE": str(patient(20.0)),
-        "TENSORWIRE_LOST_AFTER": str(LOST_AFTER),
+        "TENSORWIRE_FAILURE_TIMEOUT": str(LOST_AFTER),
         "TENSORWIRE_FATES": fates,
     }
 

@@ -132,7 +132,7 @@ class Sandbox:
             "XDG_RUNTIME_DIR": str(self.runtime),
             "PET_LOG_DIR": str(folder / "torchrun"),  # else torchrun leaves folders in /tmp
             "TENSORWIRE_GRACE": str(patient(0.7)),
-            "TENSORWIRE_LOST_AFTER": str(patient(10.0)),
+            "TENSORWIRE_FAILURE_TIMEOUT": str(patient(10.0)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         self._programs: list[Program] = []

@@ -49,9 +49,7 @@ def test_too_few_are_left(sandbox: Sandbox) -> None:
 
 def test_a_stopped_worker_is_lost_and_ended(sandbox: Sandbox) -> None:
     script = sandbox.script(TRAIN.format(rank=2, ending="os.kill(os.getpid(), signal.SIGSTOP)"), init=False)
-    result = sandbox.run(
-        script, "--min-workers", "1", workers=3, TENSORWIRE_BEAT="0.2", TENSORWIRE_LOST_AFTER=str(patient(1.5))
-    ).finish()
+    result = sandbox.run(script, "--min-workers", "1", workers=3, TENSORWIRE_FAILURE_TIMEOUT=str(patient(1.5))).finish()
     assert result.status == 0, result.err
     assert "worker 2 sent no heartbeat for " in result.err
     assert "stopped, or cut off: the job goes on with 2 workers" in result.err

@@ -50,7 +50,7 @@ def test_a_worker_of_another_node_that_is_stopped_before_it_joined_is_named(sand
         tw.init().barrier()
     """
     script, port, secret = sandbox.script(body, init=False), free_port(), sandbox.secret()
-    short = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": "1", "TENSORWIRE_SECRET_FILE": secret}
+    short = {"TENSORWIRE_FAILURE_TIMEOUT": "1", "TENSORWIRE_SECRET_FILE": secret}
     for result in finish([node(sandbox, number, port, script, **short) for number in (0, 1)]):
         assert result.one_line() == "tensorwire: worker 1 was stopped before it joined the job, 1 s ago"
         assert result.status == 1

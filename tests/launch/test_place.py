@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from tensorwire.control.settings import failure_times
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.place import (
     Place,
     find_place,
     grace_seconds,
-    heartbeat,
     is_loopback,
     listening_interface,
     server_threads,
@@ -183,14 +183,14 @@ def test_the_interface_to_listen_on() -> None:
 
 
 def test_times() -> None:
-    assert heartbeat({}) == (1.0, 10.0)
-    assert heartbeat({"TENSORWIRE_BEAT": "0.5", "TENSORWIRE_LOST_AFTER": "3"}) == (0.5, 3.0)
+    assert failure_times({}) == (1.0, 8.0, 10.0)
+    assert failure_times({"TENSORWIRE_FAILURE_TIMEOUT": "3"}) == pytest.approx((0.3, 2.4, 3.0))
     assert grace_seconds({"TENSORWIRE_GRACE": "2"}) == 2.0
-    with pytest.raises(ArgumentError, match=r"LOST_AFTER \(1 s\) must be at least twice TENSORWIRE_BEAT \(1 s\)"):
-        heartbeat({"TENSORWIRE_LOST_AFTER": "1"})
     for text in ("soon", "0", "-1", "nan", "inf"):
         with pytest.raises(ArgumentError, match="must be a number of seconds above 0"):
             grace_seconds({"TENSORWIRE_GRACE": text})
+        with pytest.raises(ArgumentError, match="must be a number of seconds above 0"):
+            failure_times({"TENSORWIRE_FAILURE_TIMEOUT": text})
 
 
 def test_threads_of_a_server() -> None:

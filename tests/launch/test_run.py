@@ -230,8 +230,7 @@ def test_a_killed_process_ends_the_job_by_name(sandbox: Sandbox, victim: str) ->
 def test_a_stopped_worker_ends_the_job_by_name(sandbox: Sandbox) -> None:
     program = sandbox.run(
         sandbox.script(f"job.barrier(); print('ready')\n{WAITS}"),
-        TENSORWIRE_BEAT="0.1",
-        TENSORWIRE_LOST_AFTER=str(patient(1.5)),
+        TENSORWIRE_FAILURE_TIMEOUT=str(patient(1.5)),
     )
     program.expect("ready")
     os.kill(program.number("pid-1"), signal.SIGSTOP)

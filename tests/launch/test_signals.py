@@ -176,7 +176,7 @@ def test_a_killed_guard_is_reported_and_the_job_continues(sandbox: Sandbox) -> N
 
 
 LOST_AFTER = f"{patient(1.0):g}"
-SHORT = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": LOST_AFTER}
+SHORT = {"TENSORWIRE_FAILURE_TIMEOUT": LOST_AFTER}
 
 
 def test_a_stopped_launcher_ends_every_member_and_is_named(sandbox: Sandbox) -> None:

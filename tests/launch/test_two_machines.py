@@ -51,8 +51,7 @@ class Machines:
         program = [*enter, *launch, *options]
         environment = {
             "TENSORWIRE_SECRET_FILE": self.secret,
-            "TENSORWIRE_BEAT": "0.2",
-            "TENSORWIRE_LOST_AFTER": str(patient(2.0)),
+            "TENSORWIRE_FAILURE_TIMEOUT": str(patient(2.0)),
         }
         return self.sandbox.start(*program, **environment)
 

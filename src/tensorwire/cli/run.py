@@ -110,10 +110,9 @@ def run(no_prefix: bool, trace: str | None, **options: Any) -> int:
 
     \b
     Environment: TENSORWIRE_DEVICE for --device, and in seconds:
-      TENSORWIRE_TIMEOUT     how long a step may wait for other workers (1800)
-      TENSORWIRE_BEAT        between two signs of life of a process (1)
-      TENSORWIRE_LOST_AFTER  of silence, after which a process counts as lost (10)
-      TENSORWIRE_GRACE       that a process may take to leave by itself after the job failed (5)
+      TENSORWIRE_TIMEOUT          how long a step may wait for other workers (1800)
+      TENSORWIRE_FAILURE_TIMEOUT  of silence, after which a process counts as lost (10)
+      TENSORWIRE_GRACE            that a process may take to leave by itself after the job failed (5)
     """
     from tensorwire.launch.launcher import Launcher, RunOptions
     from tensorwire.launch.scarce import as_out_of_memory

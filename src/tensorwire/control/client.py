@@ -27,6 +27,7 @@ from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
 from tensorwire.control.membership import Membership
 from tensorwire.control.names import PURPOSE, READER_LEFT, STATS, member_name
+from tensorwire.control.settings import FailureTimes
 from tensorwire.device import handshake
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, TensorwireError, WorkerFinished
 from tensorwire.observe import counters, spans
@@ -381,13 +382,13 @@ class Client:
     def _await_frame(self) -> None:
         """Returns when there is something to read. Silence is counted in waits of ours: while this process was stopped,
         and the coordinator perhaps with it, nobody was silent."""
-        beat, lost_after = self.welcome.beat, self.welcome.lost_after
+        beat, leaves, _ = FailureTimes.of(self.welcome.lost_after)
         ready = select.poll()
         ready.register(self._sock, select.POLLIN)
-        for _ in range(math.ceil(lost_after / beat)):
+        for _ in range(math.ceil(leaves / beat)):
             if ready.poll(beat * 1e3):
                 return
-        raise PeerLost(f"the other side of a connection fell silent for {lost_after:g} s")
+        raise PeerLost(f"the other side of a connection fell silent for {leaves:g} s")
 
     def _report(self) -> None:
         """Reports to the coordinator now and then what this process has done, because it asked for that."""

@@ -20,7 +20,7 @@ from tensorwire.control.clock import pack_time
 from tensorwire.control.frames import Cause
 from tensorwire.control.membership import Membership
 from tensorwire.control.names import GONE, MOST_READERS, READER, READER_LEFT, describe_exit, member_name
-from tensorwire.control.settings import MOST_MEMBERS
+from tensorwire.control.settings import MOST_MEMBERS, FailureTimes
 from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
@@ -113,7 +113,7 @@ class Coordinator:
         self._untold: dict[str, Cause] = {}  # losses of which there may be a better account
         self._second_hand: Cause | None = None
         self._short = 0  # the epoch since which there are too few workers; 0: there are enough
-        self._stall = Stall(who, beat, lost_after)
+        self._stall = Stall(who, beat, FailureTimes.of(lost_after).leaves)
         self._authenticator = Authenticator(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail, self._tell, survives=min_workers > 0)
         listener = listen(interface, port)

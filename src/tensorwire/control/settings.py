@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from tensorwire.errors import ArgumentError
 
@@ -12,6 +13,28 @@ from tensorwire.errors import ArgumentError
 MOST_MEMBERS = 1 << 16
 MOST_ON_A_MACHINE = 512
 MOST_MACHINES = 4096
+
+
+class FailureTimes(NamedTuple):
+    """In seconds, all from one: each ``beat`` a process shows that it lives, it ``leaves`` a job of whose coordinator
+    it has heard nothing for so long, and it is lost after so long a ``silence``.
+    """
+
+    beat: float
+    leaves: float
+    silence: float
+
+    @classmethod
+    def of(cls, failure_timeout: float) -> FailureTimes:
+        """A process that was cut off has left before it is lost, and may miss a few beats before."""
+        times = cls(failure_timeout / 10, 0.8 * failure_timeout, failure_timeout)
+        assert 2 * times.beat < times.leaves < times.silence
+        return times
+
+
+def failure_times(environment: Mapping[str, str] = os.environ) -> FailureTimes:
+    """Those of ``TENSORWIRE_FAILURE_TIMEOUT`` (10 s). Raises `ArgumentError`."""
+    return FailureTimes.of(seconds(environment, "TENSORWIRE_FAILURE_TIMEOUT", 10.0))
 
 
 def seconds(environment: Mapping[str, str], name: str, default: float) -> float:

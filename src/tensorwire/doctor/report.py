@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 
+from tensorwire.control.settings import failure_times
 from tensorwire.device.copy_choice import described, measure_copy
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.doctor.accelerators import accelerators
@@ -15,7 +16,7 @@ from tensorwire.doctor.rdma import verbs
 from tensorwire.doctor.software import software
 from tensorwire.doctor.system import interfaces, kernel, sockets
 from tensorwire.errors import ArgumentError
-from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface
+from tensorwire.launch.place import device_choice, grace_seconds, listening_interface
 from tensorwire.launch.secret import file_secret
 from tensorwire.progress import Report
 
@@ -59,9 +60,12 @@ def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
             find_job_device(chosen)
         return chosen
 
-    def beat() -> str:
-        every, lost = heartbeat(environment)
-        return f"every {every:g} s, lost after {lost:g} s, {grace_seconds(environment):g} s to leave"
+    def failures() -> str:
+        beat, leaves, silence = failure_times(environment)
+        return (
+            f"a sign of life every {beat:g} s; a process leaves after {leaves:g} s without the coordinator, is lost "
+            f"after {silence:g} s of silence, and has {grace_seconds(environment):g} s to leave a failed job"
+        )
 
     def secret() -> str:
         if not environment.get("TENSORWIRE_SECRET_FILE"):
@@ -78,7 +82,7 @@ def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
         "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_interface(None, environment)} unless a job says else"
     )
     yield _setting("TENSORWIRE_SECRET_FILE", secret)
-    yield _setting("heartbeat", beat)
+    yield _setting("failure timeout", failures)
     yield _setting("copies", copies)
 
 

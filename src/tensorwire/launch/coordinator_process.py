@@ -9,9 +9,9 @@ import sys
 from tensorwire.control import Cause, Coordinator
 from tensorwire.control.coordinator import SETTLE_SECONDS
 from tensorwire.control.names import GONE
+from tensorwire.control.settings import failure_times
 from tensorwire.errors import TensorwireError
 from tensorwire.launch.children import on_parent_death
-from tensorwire.launch.place import heartbeat
 from tensorwire.launch.scarce import as_out_of_memory
 from tensorwire.store.versions.version_files import remove_left
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     min_workers = int(arguments[4])
     secret = os.environ.pop("TENSORWIRE_SECRET").encode()
     try:
-        beat, lost_after = heartbeat(os.environ)
+        beat, _, lost_after = failure_times(os.environ)
         with as_out_of_memory():
             coordinator = Coordinator(
                 secret,

@@ -10,7 +10,7 @@ import sys
 
 from tensorwire.control import Member
 from tensorwire.control.address import connect
-from tensorwire.control.settings import step_timeout
+from tensorwire.control.settings import failure_times, step_timeout
 from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
@@ -21,7 +21,6 @@ from tensorwire.launch.place import (
     device_choice,
     find_place,
     grace_seconds,
-    heartbeat,
     listening_interface,
     server_threads,
 )
@@ -81,7 +80,7 @@ def init(
     )
     if place.starter == "run":
         _buffer_lines()
-    for read in (grace_seconds, heartbeat, server_threads, step_timeout):  # refuse now what would fail later
+    for read in (grace_seconds, failure_times, server_threads, step_timeout):  # refuse now what would fail later
         read(os.environ)
     children: list[Child] = []
     meeting: Rendezvous | None = None
@@ -151,7 +150,7 @@ def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: Except
             children.append(start_server(index, meeting.address, meeting.secret))
     interface = listening_interface(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
-    _, lost_after = heartbeat(os.environ)
+    lost_after = failure_times(os.environ).silence
     member = Member(
         meeting.address, secret, "worker", place.rank, device=device, interface=interface, timeout=lost_after
     )

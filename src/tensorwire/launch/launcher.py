@@ -24,6 +24,7 @@ from tensorwire.control.settings import (
     MOST_ON_A_MACHINE,
     check_count,
     check_min_workers,
+    failure_times,
     step_timeout,
 )
 from tensorwire.device.copy_choice import measure_copy
@@ -34,7 +35,6 @@ from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups, signal_groups
 from tensorwire.launch.place import (
     grace_seconds,
-    heartbeat,
     is_loopback,
     listening_interface,
     server_threads,
@@ -116,7 +116,7 @@ class Launcher:
         self._options = options
         others = (options.workers + options.servers) * (options.nodes - 1) if options.node == 0 else 0
         check_limits(workers=options.workers, servers=options.servers, others=others)
-        self._beat, self._lost_after = heartbeat(os.environ)
+        self._beat, _, self._lost_after = failure_times(os.environ)
         server_threads(os.environ)
         step_timeout(os.environ)
         # A worker that goes on computing ends itself after the grace; then it is our turn.

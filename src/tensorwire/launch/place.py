@@ -180,18 +180,6 @@ def listening_interface(rendezvous: str | None, environment: Mapping[str, str]) 
         raise ArgumentError(f"there is no route to the rendezvous {rendezvous}: {error}") from None
 
 
-def heartbeat(environment: Mapping[str, str]) -> tuple[float, float]:
-    """``TENSORWIRE_BEAT`` and ``TENSORWIRE_LOST_AFTER``: seconds between signs of life (1), and of silence until a
-    process counts as lost (10). Raises `ArgumentError`."""
-    beat = seconds(environment, "TENSORWIRE_BEAT", 1.0)
-    lost_after = seconds(environment, "TENSORWIRE_LOST_AFTER", 10.0)
-    if lost_after < 2 * beat:
-        raise ArgumentError(
-            f"TENSORWIRE_LOST_AFTER ({lost_after:g} s) must be at least twice TENSORWIRE_BEAT ({beat:g} s)"
-        )
-    return beat, lost_after
-
-
 def grace_seconds(environment: Mapping[str, str]) -> float:
     """``TENSORWIRE_GRACE``: seconds that a process may take to leave by itself after the job failed (5)."""
     return seconds(environment, "TENSORWIRE_GRACE", 5.0)

@@ -24,10 +24,11 @@ import msgspec
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.names import member_name
+from tensorwire.control.settings import failure_times
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.admissions import Admissions
 from tensorwire.launch.children import on_parent_death
-from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
+from tensorwire.launch.place import device_choice, grace_seconds, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
 from tensorwire.store.admission import check_versions
@@ -274,7 +275,7 @@ def main() -> int:
     try:
         interface = listening_interface(address, os.environ)
         server_threads(os.environ)
-        _, lost_after = heartbeat(os.environ)
+        lost_after = failure_times(os.environ).silence
         device = device_choice(os.environ)
         with as_out_of_memory():
             member = Member(address, secret, "server", index, device=device, interface=interface, timeout=lost_after)

@@ -21,12 +21,12 @@ from tensorwire.addresses import address_text
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, split_address
 from tensorwire.control.names import member_name
-from tensorwire.control.settings import check_count, whole
+from tensorwire.control.settings import check_count, failure_times, whole
 from tensorwire.errors import ArgumentError, JobEnded, ProtocolError, WaitTimeout
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.coordinator_process import LEAVE_SECONDS
 from tensorwire.launch.excepthook import print_end
-from tensorwire.launch.place import heartbeat, is_loopback, worker_environment
+from tensorwire.launch.place import is_loopback, worker_environment
 from tensorwire.launch.scarce import as_out_of_memory
 from tensorwire.launch.start import module_command
 from tensorwire.launch.torchrun import JOIN_SECONDS
@@ -155,7 +155,7 @@ def run_scheduler(process: Process, patience: float = JOIN_SECONDS) -> int:
     """
     one_machine = is_loopback(process.address)
     secret = secrets_.new_secret() if one_machine else secrets_.file_secret(os.environ)
-    beat, lost_after = heartbeat(os.environ)
+    beat, _, lost_after = failure_times(os.environ)
     host, port = split_address(process.address)
     await_name(host, JOIN_SECONDS)
     with contextlib.ExitStack() as ending:
@@ -242,7 +242,7 @@ def _claim(process: Process, secret: str) -> int:
     """
     first = 0 if process.role == "worker" else process.workers
     wanted: Iterable[int] = range(process.count) if process.index is None else [process.index]
-    _, lost_after = heartbeat(os.environ)
+    lost_after = failure_times(os.environ).silence
     taken: ProtocolError | None = None
     for index in wanted:
         try:
