@@ -150,7 +150,7 @@ def test_nobody_waits_for_a_worker_that_has_left(pair: Pair, monkeypatch: pytest
 
 def test_equal_plans_pass(pair: Pair) -> None:
     coordinator, first, second = pair
-    assert every([partial(m.compare, "plan", b"digest", "text", 2) for m in (first, second)]) == [None, None]
+    assert every([partial(m.compare, "plan", b"digest", "text", 2) for m in (first, second)]) == [False, False]
     assert not coordinator.ended.is_set()
 
 

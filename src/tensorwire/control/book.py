@@ -80,6 +80,7 @@ class Book:
         self._left: set[str] = set()
         self._lost: set[str] = set()
         self._first_lost = ""
+        self._over: set[str] = set()  # by key: what they agreed on is done
         self._agreed: dict[str, tuple[str, frames.Compare]] = {}  # by key: what all have shown, and who was one of them
         self._changed = asyncio.Condition()
         self._ended = False
@@ -155,7 +156,8 @@ class Book:
         await self._notify()
         if self._forgotten[key] == servers:
             self._entries = {k: entry for k, entry in self._entries.items() if key not in _tops(k)}
-            self._agreed.pop(f"Compare/worker/{key}", None)
+            if self._agreed.pop(f"Compare/worker/{key}", None) is not None:
+                self._over.add(f"Compare/worker/{key}")
 
     async def drop(self, member: str) -> None:
         """A reader is gone, and with it what it published."""
@@ -166,9 +168,13 @@ class Book:
     async def _meet(self, member: str, message: frames.Gather | frames.Compare) -> Answer:
         """Answers when all have come, or when it is clear that they do not do the same."""
         key = _key(member, message)
+        if key in self._over:
+            return Answer(message.id, error=f"{member} came too late: the others have finished", type="JobEnded")
         if key in self._agreed and isinstance(message, frames.Compare):
             return self._agree_late(member, message, *self._agreed[key])
         what = message.call if isinstance(message, frames.Gather) else f"the comparison of {message.name!r}"
+        if isinstance(message, frames.Gather) and member.startswith("worker") and self._first_lost:
+            return Answer(message.id, error=self._refused(what), type="Unsupported")
         meeting = self._meetings.setdefault(key, _Meeting(what, message.parties))
         if meeting.parties != message.parties:
             why = f"{what} is one of {meeting.parties}, not of {message.parties}, members"
@@ -185,7 +191,6 @@ class Book:
             meeting.gathers[member] = message
         meeting.arrived.add(member)
         meeting.mismatch = meeting.mismatch or _different_calls(meeting)
-        self._refuse(meeting)
         if meeting.complete(self._lost):
             self._end_meeting(key)  # the next one to come to that name starts another meeting
         if meeting.over(self._lost):
@@ -216,15 +221,17 @@ class Book:
         """One who joins a job shows what the others agreed on. They go on if it does not."""
         mismatch = _difference(first, agreed, member, message)
         if mismatch is None:
-            return Answer(message.id)
+            return Answer(message.id, frames.LATE)
         return Answer(message.id, error=str(mismatch), type="PlanMismatch")
 
-    def _refuse(self, meeting: _Meeting) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether all workers have agreed on something, in a job that may go on without some."""
+        return bool(self._agreed or self._over)
+
+    def _refused(self, what: str) -> str:
         """The members' values are no answer without those of a worker that was lost."""
-        if meeting.gathers and self._first_lost and next(iter(meeting.gathers)).startswith("worker"):
-            meeting.refusal = (
-                f"{meeting.what} needs all workers that the job began with, and {self._first_lost} was lost"
-            )
+        return f"{what} needs all workers that the job began with, and {self._first_lost} was lost"
 
     async def _until(self, met: Callable[[], bool]) -> None:
         async with self._changed:
@@ -257,7 +264,8 @@ class Book:
         self._first_lost = self._first_lost or member
         self.waits.lose(member)
         for key, meeting in list(self._meetings.items()):
-            self._refuse(meeting)
+            if any(name.startswith("worker") for name in meeting.gathers):
+                meeting.refusal = self._refused(meeting.what)
             if meeting.arrived and meeting.complete(self._lost):
                 self._end_meeting(key)
 

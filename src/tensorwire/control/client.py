@@ -147,13 +147,16 @@ class Client:
         """Returns when ``parties`` members of this one's role have come here. Raises `WaitTimeout`, naming who came."""
         self.gather(name, f"barrier {name!r}", b"", parties, timeout)
 
-    def compare(self, name: str, digest: bytes, text: str, parties: int, timeout: float = 600.0) -> None:
+    def compare(self, name: str, digest: bytes, text: str, parties: int, timeout: float = 600.0) -> bool:
         """Returns when ``parties`` members have shown the same digest; else ends the job with `PlanMismatch`.
+
+        True: they had done so before this member came to the job; if it differs, it alone gets `PlanMismatch`.
 
         ``text`` says in lines what the digest is of; where digests differ, people are shown the lines that differ.
         """
         text = frames.bounded(text, frames.PART_BYTES)
-        self._request(frames.Compare(next(self._ids), name, digest, text, parties, _seconds(timeout)), timeout)
+        request = frames.Compare(next(self._ids), name, digest, text, parties, _seconds(timeout))
+        return self._request(request, timeout).value == frames.LATE
 
     def gather(self, name: str, call: str, value: bytes, parties: int, timeout: float = 600.0) -> list[bytes]:
         """Returns the values of all ``parties`` members of this one's role, by index, when all have come.

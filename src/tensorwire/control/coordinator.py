@@ -294,6 +294,8 @@ class Coordinator:
 
     def _make_room(self, name: str) -> None:
         """A process comes in the place of one that is out of the job. Raises `ProtocolError` while that is there."""
+        if any(done.startswith("worker") for done in self._done - {name}):
+            raise JobEnded("others have finished the training")
         if name in self._members:
             raise ProtocolError(f"the process that was {name} is still leaving: start another one once it is gone")
         self._done.discard(name)
@@ -442,7 +444,8 @@ class Coordinator:
     def _lose(self, name: str, cause: Cause) -> None:
         """``cause`` is that the process of ``name`` is lost: the job goes on without it, or ends."""
         role, _, index = name.partition(" ")
-        if not self.membership.survives or role != "worker" or name in self._done or cause.who != name:
+        alone = role == "worker" and name not in self._done and cause.who == name
+        if not (self.membership.survives and self._book.has_begun and alone):
             self._fail(cause)
             return
         now = self.membership.lose(int(index), cause.bounded().what)

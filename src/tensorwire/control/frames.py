@@ -20,6 +20,7 @@ MOST_SECONDS = 1e7
 # What all values of one gathering may take together, so that its answer is one frame.
 GATHERED_BYTES = MOST_BYTES - (128 << 10)
 
+LATE = b"late"  # the answer to a comparison that the others have made before
 # What a peer may send, so that no request of a member can disturb the coordinator: NaN is no time, -1 no count.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]

@@ -73,7 +73,9 @@ class Member:
         self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
+        self._turns: dict[str, threading.Lock] = {}  # to connect to a member
         self._members_changed = threading.Condition()
+        self.late: set[str] = set()  # stores that the others had made before this worker joined the job
         self._settled: weakref.WeakKeyDictionary[Channel, threading.Event] = weakref.WeakKeyDictionary()
         try:
             if spans.enabled:
@@ -119,12 +121,27 @@ class Member:
     def channel(self, name: str) -> Channel:
         """A channel to another member, such as ``server 0``, over the best device that reaches it; made once.
 
-        Raises `WaitTimeout` if it has not joined, `PeerLost` if no device reaches it.
+        Raises `WaitTimeout` if it has not joined, `PeerLost` if no device reaches it, or it is lost meanwhile.
         """
         with self._lock:
-            if name not in self._channels:
-                self._channels[name] = self._connect(name)
-            return self._channels[name]
+            if name in self._channels:
+                return self._channels[name]
+            turn = self._turns.setdefault(name, threading.Lock())
+        with turn:  # not under the other lock: a peer that is stopped must not keep others waiting
+            incarnation = self._incarnation(name)
+            if (found := self._channels.get(name)) is not None:
+                return found
+            channel = self._connect(name)
+            with self._lock:
+                if self._incarnation(name) == incarnation:
+                    self._channels[name] = channel
+                    return channel
+        channel.close()
+        raise PeerLost(f"{name} is lost: the job goes on without the process to which this one was about to connect")
+
+    def _incarnation(self, name: str) -> int | None:
+        role, _, index = name.partition(" ")
+        return self.membership.workers.get(int(index)) if role == "worker" else None
 
     def _connect(self, name: str) -> Channel:
         try:

@@ -531,7 +531,7 @@ class KeyValue(RowKeys, PublishedCalls):
         self._stores.append(store)
         for tensor, entry in enumerate(entries):
             entry.place(store, tensor)
-        if self.rank == 0 and not self._worker.joins:
+        if self.rank == 0 and not store.late:
             with store.course.unit("init()"):
                 for entry, value in zip(entries, values, strict=True):
                     store.fill(entry.tensor, value)

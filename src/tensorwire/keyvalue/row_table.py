@@ -84,7 +84,7 @@ class Table:
         self._last: list[int] = []  # requests that the last push took
         self._finish = partial(finish_all, self.calls.lock, [self.client])
         worker.at_close(self._finish, owner=self)
-        if worker.rank == 0 and not worker.joins:
+        if worker.rank == 0 and not self.client.late:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
             self.client.announce(RequestOperation.READY, self._options)

@@ -36,11 +36,6 @@ def join_with(
     """
     if not worker.num_servers:
         raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
-    if worker.joins and not late:
-        raise Unsupported(
-            "a worker that joins a job which has begun joins the stores of PyTorch's optimizers, keys and rows, and no "
-            "others yet: neither Keras's, nor versions of keys"
-        )
     plan = spec.plan(worker.num_servers)
     name = worker.next_store()
     try:
@@ -48,6 +43,11 @@ def join_with(
     except BaseException as error:
         worker.release_store()
         raise worker.member.explain(error) if isinstance(error, TensorwireError) else error from None
+    if name in worker.member.late and not late:
+        raise Unsupported(
+            "a worker that joins a job which has begun joins the stores of PyTorch's optimizers, keys and rows, and no "
+            "others yet: neither Keras's, nor versions of keys"
+        )
     try:
         return make(worker.member, name, spec, plan)
     except BaseException as error:

@@ -15,7 +15,7 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.edge.words import wait_unless
-from tensorwire.errors import ArgumentError, WaitTimeout
+from tensorwire.errors import ArgumentError, Unsupported, WaitTimeout
 from tensorwire.observe import counters, failpoints, spans
 from tensorwire.observe.spans import clock
 from tensorwire.sizes import counted
@@ -139,7 +139,8 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
         f"buckets of {spec.bucket_bytes} bytes",
         plan.describe(),
     ]
-    member.client.compare(name, spec.digest(plan), "\n".join(lines), workers)
+    if member.client.compare(name, spec.digest(plan), "\n".join(lines), workers):
+        member.late.add(name)
 
 
 class StoreClient(StoreEnd):
@@ -152,7 +153,7 @@ class StoreClient(StoreEnd):
         super().__init__(member, name, spec, plan)
         self.own_clock = not isinstance(spec.mode, Sync)
         # Whether this worker comes late, and takes part in no rounds yet: see `late_start`.
-        self.joining = member.client.welcome.joins and not self.own_clock
+        self.joining = self.late and not self.own_clock
         self.updates = 0  # rounds that were steps of the training
         self.published = 0  # versions for readers that this worker has made a cut for
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
@@ -251,15 +252,21 @@ class StoreClient(StoreEnd):
 
         Call it in a unit of ``course``, which ends when everything has been pushed.
 
-        Raises `ArgumentError` for a ``max_norm`` below 0.
+        Raises `ArgumentError` for a ``max_norm`` below 0, and `Unsupported` where values or state are to be set after
+        workers have come or gone.
         """
         if not max_norm >= 0:
             raise ArgumentError(f"the norm to clip gradients to must be above 0, not {max_norm!r}")
+        self._setting = operation in (StepOperation.ASSIGN, StepOperation.LOAD)
+        if self._setting and self.member.membership.epoch:
+            raise Unsupported(
+                "values and state cannot be set once a worker has been lost or has joined: that needs all workers that "
+                "the job began with"
+            )
         self.ready()
         self.step += 1
         self.updates += operation in STEPS
         self._updating = operation is StepOperation.UPDATE
-        self._setting = operation in (StepOperation.ASSIGN, StepOperation.LOAD)
         block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm, weight, fragment))
         for server in self.servers:
             server.head.slot(self.step)[:] = block

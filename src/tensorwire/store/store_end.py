@@ -29,7 +29,8 @@ class StoreEnd:
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
         self.timeout = step_timeout()  # seconds that an answer may take, as other workers have to come
-        if member.index == member.membership.leader and not member.client.welcome.joins:
+        self.late = name in member.late  # the others had made it before this worker joined the job
+        if member.index == member.membership.leader and not self.late:
             member.client.publish(name, spec.encoded())
         self.course = Course(member)
         self.step = 0  # rounds begun; -1: this worker has left

@@ -149,7 +149,7 @@ class LocalTraining:
         """Worker 0's present values become the store's, and everybody's."""
         what = f"setting the parameters of {self.client.name}"
         with self._worker.member.explained(), self.client.course.unit(what):
-            if self._worker.joins and not self.client.step:
+            if self.client.late and not self.client.step:
                 take_over(self.client, self._exchanges.options)
                 self._exchanges.take_over()
             else:

@@ -106,7 +106,7 @@ class Part:
         self._clips = False
         self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
         self.latest = 0  # the last round that was closed: its version is the one to show
-        if worker.joins:
+        if self.client.late:
             self.start_late()
         else:
             self.assign()
