@@ -237,8 +237,7 @@ class Member:
         for channel, what in ended:
             for lane in channel.lanes:
                 lane.liveness.lose(what)
-            name = f"tensorwire-settle-{channel.peer}"
-            threading.Thread(target=self._settle, args=(channel,), name=name, daemon=True).start()
+            threading.Thread(target=self._settle, args=(channel,), name="tensorwire-settle", daemon=True).start()
         with self._members_changed:
             self._members_changed.notify_all()
 
