@@ -173,18 +173,3 @@ def test_pushes_to_keys_and_rows_count_once(device: str, mode: Sync | Async | SS
         assert of_a[1] in (AT, AT + 1)
         assert of_rows[1] in (AT, AT + 1)
     fates_in(tmp_path)
-
-
-# ---- without a clear end of the process
-
-
-def stop_one(job: tw.Job, mode: Mode) -> float:
-    p = torch.nn.Parameter(torch.zeros(SHAPE))
-    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode, bucket_bytes=4096)
-    for step in range(STEPS):
-        p.grad = torch.ones_like(p)
-        store.step()
-        if job.rank == 1 and step == AT:
-            os.kill(os.getpid(), signal.SIGSTOP)
-    store.wait()
-    return p[0, 0].item()

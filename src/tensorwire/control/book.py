@@ -71,14 +71,14 @@ class Book:
         survives: bool = False,
     ) -> None:
         self._survives = survives
-        self.waits = Waits(sizes, tell)
+        self._lost: set[str] = set()
+        self.waits = Waits(sizes, tell, self._lost)
         self._sizes = sizes
         self._fail = fail
         self._entries: dict[str, _Entry] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._forgotten: dict[str, set[str]] = {}  # by key: the servers that need it no more
         self._left: set[str] = set()
-        self._lost: set[str] = set()
         self._first_lost = ""
         self._over: set[str] = set()  # by key: what they agreed on is done
         self._agreed: dict[str, tuple[str, frames.Compare]] = {}  # by key: what all have shown, and who was one of them
@@ -262,7 +262,7 @@ class Book:
         """
         self._lost.add(member)
         self._first_lost = self._first_lost or member
-        self.waits.lose(member)
+        self.waits.step(member, frames.Waiting())
         for key, meeting in list(self._meetings.items()):
             if any(name.startswith("worker") for name in meeting.gathers):
                 meeting.refusal = self._refused(meeting.what)
@@ -281,7 +281,6 @@ class Book:
         """Another process comes in the place of one that is lost, or is new."""
         self._lost.discard(member)
         self._left.discard(member)
-        self.waits.admit(member)
 
     def _check(self, meeting: _Meeting) -> None:
         """Whether the members that have not left are still enough."""

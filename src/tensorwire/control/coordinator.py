@@ -455,26 +455,30 @@ class Coordinator:
             if name in self._exits and name not in self._members and self._on_loss is not None:
                 self._on_loss(Cause(name, f"{describe_exit(self._exits[name])} before it joined"))
             return
-        self.membership = now
         if name not in self._exits:
             self._unseen.add(name)
         if name in self._members:
             self._members[name].lost = True
             self._send(self._members[name].writer, frames.End(cause.bounded()))
-        self._book.lose(name)
-        self._tell_epoch()
-        self._untold[name] = cause
-        self._loop.call_later(cause.settle, self._tell_loss, name)
+        self._go_on(now, name, cause)
         self._end_if_done()
 
     def _leave(self, name: str) -> None:
         """A worker is done before the others."""
-        now = self.membership.lose(int(name.split()[1]), "left the job", left=True)
+        cause = Cause(name, "left the job")
+        now = self.membership.lose(int(name.split()[1]), cause.what, left=True)
         if self.membership.survives and now is not self.membership:
-            self.membership = now
-            self._book.lose(name)
-            self._tell_epoch()
-            self._untold[name] = Cause(name, "left the job")
+            self._go_on(now, name, cause)
+
+    def _go_on(self, now: Membership, name: str, cause: Cause) -> None:
+        """The membership is another one from now on, without a worker."""
+        self.membership = now
+        self._book.lose(name)
+        self._tell_epoch()
+        self._untold[name] = cause
+        if cause.settle:
+            self._loop.call_later(cause.settle, self._tell_loss, name)
+        else:
             self._tell_loss(name)
 
     def _tell_loss(self, name: str) -> None:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -33,9 +34,11 @@ from tensorwire.errors import (
 from tensorwire.messages import decode_message
 from tensorwire.observe import spans
 
+T = TypeVar("T")
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
+_BETWEEN_LOOKS = 60.0  # seconds between looks at the job while others take their time
 _LOOK = 1.0  # seconds between looks at the job while a loss is to be confirmed
 PATIENCE = 2.0  # seconds that a worker waits in a step without a word to the coordinator
 
@@ -194,6 +197,17 @@ class Member:
         finally:
             self.client.waits()
 
+    def outwait(self, wait: Callable[[float], T]) -> T:
+        """What ``wait(seconds)`` returns, which is called again after a `WaitTimeout`, as long as the job lives.
+
+        How long others compute is theirs to say, and they have a timeout. Raises `JobEnded`, or as ``wait`` else.
+        """
+        while True:
+            try:
+                return wait(_BETWEEN_LOOKS)
+            except WaitTimeout:
+                self.check()
+
     def explain(self, error: TensorwireError, seconds: float = CAUSE_SECONDS) -> TensorwireError:
         """The job's own cause where ``error`` only says that a peer is gone, or has closed its memory; it may take
         ``seconds`` to come."""
@@ -248,11 +262,8 @@ class Member:
         channel.close()  # else waits that name no channel would end for this loss, again and again
 
     def is_settled(self, channel: Channel) -> bool:
-        """Whether the process at the other end, which is lost, can no longer write to memory of this one.
-
-        Waits while it may be ending.
-        """
-        return channel in self._settled and self._settled[channel].wait(self.client.welcome.lost_after)
+        """Whether the process at the other end, which is lost, can no longer write to memory of this one."""
+        return channel in self._settled and self._settled[channel].is_set()
 
     def await_loss(self, worker: int, error: PeerLost) -> None:
         """Returns when the worker, a channel to which ended with ``error``, is out of the job.

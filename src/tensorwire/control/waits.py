@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 from tensorwire.control import frames
 from tensorwire.control.names import member_name
@@ -18,11 +19,11 @@ MOST_SECONDS = 60.0
 
 
 class Waits:
-    """``sizes``: how many members each role has. ``tell(member, text)`` sends a worker what it is to print."""
+    """``sizes``: how many members each role has. ``tell(member, text)`` sends a worker what it is to print. ``lost``:
+    members for whom nobody waits; it may change."""
 
-    def __init__(self, sizes: Mapping[str, int], tell: Callable[[str, str], None]) -> None:
-        self._sizes, self._tell = sizes, tell
-        self._lost: set[str] = set()
+    def __init__(self, sizes: Mapping[str, int], tell: Callable[[str, str], None], lost: AbstractSet[str]) -> None:
+        self._sizes, self._tell, self._lost = sizes, tell, lost
         self._pauses: dict[str, float] = {}
         self._steps: dict[str, tuple[frames.Waiting, asyncio.Task[None]]] = {}
 
@@ -51,15 +52,6 @@ class Waits:
 
             repeat = self._repeat(member, why, message.seconds)
             self._steps[member] = message, asyncio.get_running_loop().create_task(repeat)
-
-    def lose(self, member: str) -> None:
-        """Nobody waits for ``member`` any more."""
-        self._lost.add(member)
-        self.step(member, frames.Waiting())
-
-    def admit(self, member: str) -> None:
-        """There is another process of that name."""
-        self._lost.discard(member)
 
     def missing(self, role: str, here: set[str]) -> str:
         """The members of a role that are not ``here``, in words; '' for none."""

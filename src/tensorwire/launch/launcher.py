@@ -17,7 +17,7 @@ from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, connect, split_address
-from tensorwire.control.membership import Membership
+from tensorwire.control.membership import Lost, Membership
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.control.settings import (
     MOST_MACHINES,
@@ -124,7 +124,7 @@ class Launcher:
         self._running: dict[str, int] = {}  # name -> process group
         self._groups: list[int] = []
         self._statuses: dict[str, int] = {}
-        self._lost: set[str] = set()  # without these the job goes on
+        self._lost: dict[str, Lost] = {}  # without these the job goes on
         self._late: dict[int, float] = {}  # by process: when it has to be gone, because it is out of the job
         self._servers: list[Child] = []
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the only queue a signal handler may put into
@@ -135,7 +135,6 @@ class Launcher:
         o = options
         members = job_members(o.workers, o.servers, o.nodes)
         self._view = Watch(members, o.node, prefix=o.prefix, metrics=o.metrics, trace=o.trace)
-        self._wanted: set[str] = set()  # those of them that did not leave by themselves
         self._environment: dict[str, str] = {}  # of the workers
         self._restarts: dict[int, int] = {}  # by rank: how often it was started again
         self._signalled = 0
@@ -356,24 +355,20 @@ class Launcher:
         """The job goes on without these."""
         until = time.monotonic() + self._leave_seconds
         lost = {member_name("worker", rank): how for rank, how in membership.lost.items()}
-        for name in lost.keys() - self._lost:
+        for name in lost.keys() - self._lost.keys():
             if name in self._running:
                 self._late[self._running[name]] = until
-        self._lost = set(lost)
-        self._wanted = {name for name, how in lost.items() if not how.left}
+        self._lost = lost
         self._restart_lost()
 
     def _restart_lost(self) -> None:
         """Starts others in the place of those of ours that are lost, and gone."""
         mine = range(self._options.node * self._options.workers, (self._options.node + 1) * self._options.workers)
         for rank in mine if self._options.restart else ():
-            name = member_name("worker", rank)
-            if (
-                name in self._wanted
-                and name not in self._running
-                and self._restarts.get(rank, 0) < self._options.restart
-            ):
-                self._restarts[rank] = self._restarts.get(rank, 0) + 1
+            name, before = member_name("worker", rank), self._restarts.get(rank, 0)
+            wanted = name in self._lost and not self._lost[name].left
+            if wanted and name not in self._running and before < self._options.restart:
+                self._restarts[rank] = before + 1
                 try:
                     self._start_worker(rank)
                 except (OSError, ArgumentError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple, cast
 
@@ -252,9 +253,8 @@ class Fates:
         """These pushes change nothing."""
         counters.add(discarded=len(pushes))
         if self._log.wanted:
-            line = Fate(self._store, self._shard, bucket, 0, 0, "discarded", staleness=staleness, reason=reason)
-            replace = msgspec.structs.replace
-            self._log.add(*(replace(line, worker=p.worker, round=p.round, incarnation=p.incarnation) for p in pushes))
+            said = partial(Fate, self._store, self._shard, bucket, fate="discarded", staleness=staleness, reason=reason)
+            self._log.add(*(said(worker=p.worker, round=p.round, incarnation=p.incarnation) for p in pushes))
 
     def close(self) -> None:
         """Writes what is left."""

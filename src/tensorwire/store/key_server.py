@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.pushes import WRITER, Push, source_of
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
-from tensorwire.store.rounds import Members, is_due, may_read
+from tensorwire.store.rounds import Members, is_due, may_read, slowest
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE, Bucket
 from tensorwire.store.store_layout import StoreSpec
@@ -178,7 +178,7 @@ class KeyServer(RequestStore):
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not is_due(self._members_of(bucket), {each.peer.index for each in bucket.here}):
+        if not is_due(self.members.without(bucket.new), {each.peer.index for each in bucket.here}):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.peer.index), []
         peers = [each.peer for each in here]
@@ -207,7 +207,7 @@ class KeyServer(RequestStore):
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self.bound is not None:
-            return may_read(self._members_of(bucket), bucket.clocks, peer.index, clock, self.bound)
+            return may_read(self.members.without(bucket.new), bucket.clocks, peer.index, clock, self.bound)
         return not any(other.peer is peer for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
@@ -249,15 +249,11 @@ class KeyServer(RequestStore):
                 bucket.new.add(peer.index)
             self.members = self.members.join(peer.index)
 
-    def _members_of(self, bucket: _Bucket) -> Members:
-        """Those for whom the rounds of a bucket wait."""
-        return replace(self.members, active=self.members.active - bucket.new) if bucket.new else self.members
-
     def _count(self, peer: _Peer, bucket: _Bucket) -> None:
         """A worker has pushed. One that joined takes part from then on, as far as the slowest of the others."""
         if peer.index in bucket.new:
-            others = [bucket.clocks[w] for w in self._members_of(bucket).active]
-            bucket.clocks[peer.index] = min(others, default=bucket.version)
+            others = self.members.without(bucket.new)
+            bucket.clocks[peer.index] = slowest(others, bucket.clocks, bucket.version)
             bucket.new.discard(peer.index)
         bucket.clocks[peer.index] += 1
 

@@ -84,7 +84,8 @@ class Lockstep:
         Between two rounds it gets the present values, and then those of each round. When it is ready it says from which
         round on it wants to take part, and is told at once from which one it will.
         """
-        self._coming |= {rank}
+        with self._changed:
+            self._coming |= {rank}
         try:
             worker = self.shard.link(rank, incarnation)
             with self._changed:
@@ -96,7 +97,7 @@ class Lockstep:
                 self._changed.notify_all()
             worker.first.send(first)
         except PeerLost as error:
-            self.shard.await_loss(rank, error)
+            self.shard.member.await_loss(rank, error)
             with self._changed:
                 self._coming -= {rank}
                 self._changed.notify_all()
@@ -162,7 +163,7 @@ class Lockstep:
 
     def _lose(self, rank: int, error: PeerLost) -> None:
         """A channel ended with ``error``: the worker is out of the job, or that ends."""
-        self.shard.await_loss(rank, error)
+        self.shard.member.await_loss(rank, error)
         self._members = self._members.lose(rank)
         self.fates.gave_up(rank, self.workers[rank].incarnation)
         with self._changed:
@@ -274,7 +275,7 @@ class Lockstep:
 
     def _arriving(self) -> Iterator[int]:
         """The buckets, as all workers' gradients for them have come."""
-        yield from self._ready_queue.of_round(self._is_there, self._poll)
+        return self._ready_queue.of_round(self._is_there, self._poll)
 
     def _is_there(self, bucket: int) -> bool:
         return is_complete(self._members, lambda rank: rank not in self._here or self._has_pushed(rank, bucket))
@@ -321,7 +322,8 @@ class Lockstep:
 
     def _tell(self, rank: int, send: Callable[[WorkerLink], object]) -> None:
         """Sends a worker something, if it is there."""
-        if rank in self._members.active | self._members.idle | self._watching:
+        members = self._members
+        if rank in members.active or rank in members.idle or rank in self._watching:
             try:
                 send(self.workers[rank])
             except PeerLost as error:
@@ -334,6 +336,7 @@ class Lockstep:
         pull.send(round)
 
     def _publish(self, bucket: int) -> None:
+        send = partial(self._send_version, bucket, self.step)
         for rank in self.workers:
-            self._tell(rank, partial(self._send_version, bucket, self.step))
+            self._tell(rank, send)
             self.shard.reach(self.updates + 1, "published_some")

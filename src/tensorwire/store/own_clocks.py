@@ -128,7 +128,7 @@ class OwnClocks:
             try:
                 worker = self.shard.link(rank, incarnation)
             except PeerLost as error:
-                self.shard.await_loss(rank, error)
+                self.shard.member.await_loss(rank, error)
                 return
             self.shard.replace(worker)
             _Rounds(self, worker).run()
@@ -326,7 +326,7 @@ class _Rounds:
         try:
             self._run()
         except PeerLost as error:
-            self._shard.await_loss(self.worker, error)
+            self._shard.member.await_loss(self.worker, error)
             self._shard.fates.gave_up(self.worker, self.incarnation)
             self._clocks.lose(self.worker)
 

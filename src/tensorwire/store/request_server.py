@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from tensorwire.control import Member
-from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import PeerLost, ProtocolError
 from tensorwire.store.request_link import DEPTH, Request, RequestInbox, RequestOperation
 from tensorwire.store.request_store import RequestStore
 
@@ -101,13 +102,13 @@ class RequestServer:
     def _run(self, inbox: RequestInbox) -> None:
         try:
             try:
-                self._wait_until_open(inbox)
+                self._member.outwait(lambda _: inbox.open())
             except PeerLost as error:
                 self._lose(inbox, error)
                 return
             for number in itertools.count(1):
                 try:
-                    request = self._receive(inbox, number)
+                    request = self._member.outwait(partial(inbox.receive, number))
                 except PeerLost as error:
                     self._lose(inbox, error)
                     return
@@ -119,14 +120,6 @@ class RequestServer:
                         inbox.release(number)
         except BaseException as error:
             self._fail(error)
-
-    def _wait_until_open(self, inbox: RequestInbox) -> None:
-        while True:
-            try:
-                inbox.open()
-                return
-            except WaitTimeout:
-                self._member.check()
 
     def _lose(self, inbox: RequestInbox, error: PeerLost) -> None:
         """The channel to a worker has ended, and all that it had asked was looked at."""
@@ -148,13 +141,6 @@ class RequestServer:
         """Those that it has not finished with."""
         with self._changed:
             return [(number, self._stores[number]) for number, workers in self._open.items() if worker in workers]
-
-    def _receive(self, inbox: RequestInbox, number: int) -> Request:
-        while True:
-            try:
-                return inbox.receive(number, _PATIENCE)
-            except WaitTimeout:
-                self._member.check()
 
     def _handle(self, inbox: RequestInbox, request: Request) -> bool:
         store = self._stores.get(request.store)

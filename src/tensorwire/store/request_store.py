@@ -13,7 +13,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
 from tensorwire.device.mapped import unmap
-from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError
 from tensorwire.store.admission import check_versions
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
@@ -89,12 +89,7 @@ class RequestStore:
     def admit(self, worker: int, incarnation: int) -> None:
         """Lets a worker join. Waits until it has come to this store. Raises `PeerLost` where it is lost before."""
         peer = self._make_peer(worker, incarnation)
-        while True:
-            try:
-                peer.open()
-                break
-            except WaitTimeout:
-                self.member.check()
+        self.member.outwait(lambda _: peer.open())
         before = self.peers.get(worker)
         self._let_in(peer)
         if before is not None and self.member.is_settled(before.channel):

@@ -47,6 +47,10 @@ class Members:
         """If all are idle, all are active again."""
         return self if self.active else replace(self, active=self.idle, idle=frozenset())
 
+    def without(self, ranks: AbstractSet[int]) -> Members:
+        """Rounds do not wait for these yet: they are new, and have not pushed."""
+        return replace(self, active=self.active - ranks) if ranks else self
+
     def finish(self, worker: int) -> Members:
         """A worker has left in good order."""
         return replace(self.lose(worker), finished=self.finished | {worker})
@@ -58,6 +62,11 @@ class Members:
     def join(self, worker: int) -> Members:
         """A worker is active from the next round on."""
         return replace(self, active=self.active | {worker}, finished=self.finished - {worker})
+
+
+def slowest(members: Members, clocks: Mapping[int, int], otherwise: int) -> int:
+    """How many steps the slowest active worker has taken: as far is one that joins. ``otherwise``: nobody is active."""
+    return min((clocks[worker] for worker in members.active), default=otherwise)
 
 
 def is_complete(members: Members, has_pushed: Callable[[int], object]) -> bool:

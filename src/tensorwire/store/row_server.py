@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from tensorwire.store.consensus import Disagreement
 from tensorwire.store.fates import Sent
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
-from tensorwire.store.rounds import Members, divisor, is_due, may_read
+from tensorwire.store.rounds import divisor, is_due, may_read, slowest
 from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, RowRequest, divide, merge, rows_of_bucket
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
@@ -93,14 +92,10 @@ class RowServer(RequestStore):
             self._new.add(peer.index)
             self.members = self.members.join(peer.index)
 
-    @property
-    def _waited_for(self) -> Members:
-        return replace(self.members, active=self.members.active - self._new) if self._new else self.members
-
     def _count(self, worker: int) -> None:
         """A worker has pushed. One that joined takes part from then on, as far as the slowest of the others."""
         if worker in self._new:
-            self._clocks[worker] = min((self._clocks[w] for w in self._waited_for.active), default=self._version)
+            self._clocks[worker] = slowest(self.members.without(self._new), self._clocks, self._version)
             self._new.discard(worker)
         self._clocks[worker] += 1
 
@@ -138,7 +133,7 @@ class RowServer(RequestStore):
     def _in_bound(self, worker: int) -> bool:
         if self.bound is None:
             return True
-        return may_read(self._waited_for, self._clocks, worker, self._clocks[worker], self.bound)
+        return may_read(self.members.without(self._new), self._clocks, worker, self._clocks[worker], self.bound)
 
     def _set(self, peer: _Peer, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
@@ -174,7 +169,7 @@ class RowServer(RequestStore):
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if is_due(self._waited_for, self._here.keys()):
+        if is_due(self.members.without(self._new), self._here.keys()):
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
             for worker in here:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError
 from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.arithmetic_rules import make_rule
@@ -28,8 +29,6 @@ from tensorwire.store.store_layout import Inbox, Outbox, StoreSpec, inbox
 from tensorwire.store.versions.cuts import CUT_BYTES
 from tensorwire.store.versions.publisher import Publisher
 from tensorwire.store.versions.snapshots import Moments, ShardValues, Snapshots
-
-_PATIENCE = 60.0  # between looks at the job while workers compute
 
 
 class WorkerLink:
@@ -174,12 +173,8 @@ class Shard:
         """
         worker = WorkerLink(self, rank, incarnation)
         self._show(worker)
-        while True:
-            try:
-                worker.open(self)
-                return worker
-            except WaitTimeout:
-                self.member.check()
+        self.member.outwait(lambda _: worker.open(self))
+        return worker
 
     def replace(self, worker: WorkerLink) -> None:
         """A worker takes part from now on, in the place of one of its rank that was lost, if any."""
@@ -233,31 +228,18 @@ class Shard:
         if failpoints.listener is not None:
             failpoints.reach("primary", self.index, update, state)
 
-    def await_loss(self, worker: int, error: PeerLost) -> None:
-        """As `Member.await_loss`."""
-        self.member.await_loss(worker, error)
-
     def wait_for(self, word: Word, at_least: int) -> int:
         """The value of a word that a worker raises, once that is ``at_least``. Raises as `receive`."""
-        while True:
-            try:
-                word.wait(at_least, _PATIENCE)
-                return word.value
-            except WaitTimeout:
-                self.member.check()
+        self.member.outwait(partial(word.wait, at_least))
+        return word.value
 
     def load(self, step: int, worker: int) -> None:
         """Takes the rule's state from a worker, in that round."""
         take_state(self.member, self.name, self.index, step, self.rule, worker)
 
     def receive(self, edge: Consumer, step: int) -> memoryview:
-        """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
-        while True:
-            try:
-                slot = edge.receive(step, _PATIENCE)
-                break
-            except WaitTimeout:
-                self.member.check()
+        """As `Member.outwait`."""
+        slot = self.member.outwait(partial(edge.receive, step))
         assert slot is not None
         return slot
 

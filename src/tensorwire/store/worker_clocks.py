@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from tensorwire.control import Member
 from tensorwire.store.consensus import Disagreement, Finished, agreed
-from tensorwire.store.rounds import Members, is_complete, may_read
+from tensorwire.store.rounds import Members, is_complete, may_read, slowest
 from tensorwire.store.step_header import StepOperation
 
 _PATIENCE = 60.0  # between looks at the job while others compute
@@ -45,7 +45,7 @@ class WorkerClocks:
 
     def slowest(self) -> int:
         """How many steps the slowest of those has taken for whom rounds wait; where there is nobody, of all."""
-        return min([self._clocks[w] for w in self.members.active] or self._clocks.values())
+        return slowest(self.members, self._clocks, min(self._clocks.values()))
 
     def join(self, worker: int) -> None:
         """A worker takes part, as far as the slowest of the others."""

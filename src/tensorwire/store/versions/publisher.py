@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Region
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import DeviceError, JobEnded, PeerLost, ProtocolError, RegionClosed, WaitTimeout
+from tensorwire.errors import DeviceError, JobEnded, PeerLost, ProtocolError, RegionClosed
 from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory
 from tensorwire.store.endpoints import show
@@ -35,7 +36,6 @@ from tensorwire.store.versions.shard_parts import buffer_name
 from tensorwire.store.versions.version_files import JobFolder, VersionFiles, map_buffer, write_header
 from tensorwire.store.versions.version_layout import Manifest, Version, VersionLayout
 
-_PATIENCE = 60.0  # between looks at the job while nobody makes a cut
 _LOOKS = (0.001, 0.05)  # seconds between looks whether readers have let go of a buffer: at first, and at most
 
 
@@ -155,12 +155,7 @@ class Publisher:
     def _collect(self, counter: int) -> Cut:
         """Waits until every shard has filled its part of version ``counter``."""
         for consumer in self._consumers:
-            while True:
-                try:
-                    consumer.receive(counter, _PATIENCE)
-                    break
-                except WaitTimeout:
-                    self._member.check()
+            self._member.outwait(partial(consumer.receive, counter))
         cuts = {report.cut for report in self._reports}
         if len(cuts) > 1:
             raise ProtocolError(f"shards report different cuts: {cuts}")

@@ -12,14 +12,11 @@ import numpy.typing as npt
 from tensorwire.control import Member
 from tensorwire.control.locality import why_not_shm
 from tensorwire.edge.unannounced import Writes
-from tensorwire.errors import WaitTimeout
 from tensorwire.store.admission import check_memory
 from tensorwire.store.endpoints import find
 from tensorwire.store.versions.handover import PUBLISHER, ask, find_announcement
 from tensorwire.store.versions.version_files import map_buffer
 from tensorwire.store.versions.version_layout import FilePlace
-
-_PATIENCE = 60.0  # between looks at the job while a network takes its time
 
 Rooms = list[list[npt.NDArray[np.uint8]]]  # by bucket, for its pieces
 
@@ -100,11 +97,7 @@ class _Sent(ShardParts):
             self._writes.begin(self._region.view(p.shard, p.nbytes), there.view(p.file, p.nbytes))
 
     def arrived(self) -> None:
-        while True:
-            try:
-                return self._writes.wait(_PATIENCE)
-            except WaitTimeout:
-                self._member.check()
+        self._member.outwait(self._writes.wait)
 
     def close(self) -> None:
         self._rooms = []
