@@ -55,12 +55,14 @@ def init(
         servers: How many servers the job has; by default one for each worker. Under ``tensorwire run``, its
             ``--servers`` counts.
         min_workers: With so many workers left the job goes on without those that are lost; by default the first loss
-            ends it. Under ``tensorwire run``, its ``--min-workers`` counts. The same on all workers.
+            ends it. Under ``tensorwire run``, its ``--min-workers`` counts. The same on all workers. Under other
+            launchers no worker can be spared that has started the coordinator (rank 0) or servers: see ``servers``.
         tensorboard: The folder in which each worker writes an event file of what `Job.report` is given. By default
             that of ``tensorwire run --tensorboard``, if any.
 
     Returns:
-        The job, of which this process is a worker from now on: if any process of it fails, the job ends for all.
+        The job, of which this process is a worker from now on: if any process of it fails, the job ends for all, but
+        for workers that ``min_workers`` can do without.
 
     Raises:
         ArgumentError: An argument or environment variable is wrong, the package tensorboard is missing, or this
